@@ -52,7 +52,7 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: Drafter | None = None,
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:
-        """Models `draft` and `retrieval_model`, or a user's `drafter`, guess: see `Models`."""
+        """Makes an engine; models `draft` and `retrieval_model`, or a `drafter`, guess tokens."""
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
@@ -119,7 +119,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
-        """Generates the whole output for one prompt; `settings` as in `generate`."""
+        """Generates the whole output for one prompt; `settings` as for `generate`."""
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
@@ -144,8 +144,8 @@ class Engine(AbstractContextManager["Engine"]):
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of a text's N tokens but the first, before all filters;
-        (N - 1,) float32 on the CPU. Raises `InputError`."""
+        """Natural log-probabilities of a text's tokens but the first, before all filters.
+        (N - 1,) float32 on the CPU, for N tokens. Raises `InputError`."""
         ids = encode_prompt(text, self.tokenizer)
         check_prompt(ids, self.config, 0)
         if len(ids) < 2:
@@ -276,8 +276,8 @@ class Engine(AbstractContextManager["Engine"]):
             return write_snapshot(Path(path), held, origin_of(self.model), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file that `save_kv` wrote, whose K and V prompts reuse until `release`; returns
-        its number of tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
+        """Opens a file that `save_kv` wrote; prompts reuse its K and V until `release`.
+        Returns its number of tokens; sets `snapshot_note`. Raises `InputError` if it is unfit."""
         held, self.snapshot_note = read_snapshot(Path(path), origin_of(self.model))
         self._pool.snapshot = held
         return len(held.tokens)

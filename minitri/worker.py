@@ -24,7 +24,7 @@ class Job:
     """Requests of one caller, with a queue of their events for the asyncio loop of the caller."""
 
     def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
-        """Only jobs of an equal `kind` run at the same time."""
+        """Makes a job of these requests; only jobs of an equal `kind` run at the same time."""
         self.requests = requests
         self.kind = kind
         self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
@@ -58,7 +58,7 @@ class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """`open_run` opens a run for jobs of a kind; `run`, if given, is open for kind None."""
+        """Makes a worker; `open_run` opens a run for jobs of a kind, `run` is one for kind None."""
         self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run
@@ -112,7 +112,7 @@ class Worker:
             self._end_run()
 
     def _start(self, job: Job) -> None:
-        """Submits the requests of a job, to a new run if the current one is of another kind."""
+        """Submits a job's requests to the current run, or to a new one if their kinds differ."""
         try:
             run = (job.kind == self._kind and self._run) or self._renew(job.kind)
             for request in job.requests:

@@ -26,7 +26,7 @@ SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup
 
 
 class Run(NamedTuple):
-    """One run of a method: one prompt, one seed."""
+    """Figures of one run of a method: one prompt, one seed."""
 
     prefill_seconds: float
     ms_per_token: float
@@ -44,7 +44,7 @@ class BenchFlags:
 
 
 def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLineParser:
-    """The command-line parser of `minitri bench`, or with other `settings` of `tools/bench/`."""
+    """The command-line parser of `minitri bench`; `settings` are for other programs like it."""
     parser = arguments.OneLineParser(program, **settings)
     arguments.add_comparing_flags(parser)
     arguments.add_fields(parser, BenchFlags)
@@ -59,7 +59,7 @@ def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLinePa
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
-    """Settings of every METHOD or METHOD:TREE to measure, by name."""
+    """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
     names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
     for name in ["autoregressive", *names] if args.compare else names:
@@ -71,7 +71,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures the methods of the flags, and prints. Raises `InputError`."""
+    """Measures the methods that the flags name, and prints figures. Raises `InputError`."""
     texts = [inputs.read_prompt(file) for file in args.prompt_files or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args)
@@ -104,7 +104,7 @@ def compare(
     seeds: Sequence[int],
     speculations: Mapping[str, SpeculationConfig],
 ) -> dict[str, list[Run]]:
-    """Reads every prompt cold, then runs every method after it with every seed."""
+    """Reads every prompt without caches, then runs every method after it with every seed."""
     order = [*speculations]
     done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda one: one.max_block)  # its cache serves all
@@ -138,7 +138,7 @@ def run_method(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range."""
+    """Median and range of some measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -168,7 +168,7 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, report.Json]:
 
 
 def table(result: Mapping[str, report.Json]) -> str:
-    """The figures in a line for each method: medians and ranges, shares of tested guesses."""
+    """Table of figures with a line for each method: medians, ranges, shares of tested guesses."""
     lines = []
     for name, row in result.items():
         line = TIMES.format(name, **row)

@@ -106,7 +106,7 @@ def demand_of(args: Namespace) -> Demand:
 
 
 def site_of(args: Namespace) -> Site:
-    """What to plan for: a GPU by the flags, else this machine, whose CPU needs no host memory."""
+    """The device to plan for: a GPU by the flags, or else this machine's GPU or CPU."""
     if args.gpu:
         site = SITES[args.gpu]
         return site._replace(gib=args.gpu_memory or site.gib)
@@ -162,7 +162,7 @@ def run_command(args: Namespace) -> None:
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """GiB with the KV of `on_chip` layers on the device; ms per token, by a plan and alone."""
+    """Row of the plan: GiB with K and V of `on_chip` layers on the device; ms per token."""
     work = Workload(  # of each GPU at the end of the context
         needs.config,
         needs.draft,

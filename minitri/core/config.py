@@ -143,8 +143,8 @@ class ModelConfig:
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A config with the context extended from its trained length by a setting such as `yarn:4`,
-    which replaces the scaling in `config`. Raises `InputError`."""
+    """A config whose trained context is extended by a setting such as `yarn:4`.
+    It replaces the scaling in `config`. Raises `InputError`."""
     if config.rope.frequency_divisors:
         got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")

@@ -1,5 +1,5 @@
-"""Exceptions: `InputError` for bad input, with a message of one line: what is wrong, what was got,
-what to do. Programs print the message and exit with 2; other exceptions out of minitri are bugs."""
+"""Exceptions of minitri, with messages of one line: what is wrong, what was got, what to do.
+Programs print an `InputError` and exit with 2; other exceptions out of minitri are bugs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting or a prompt. The message names settings as in
-    `budget=30` or `budget is 30`. `ways` are remedies; a program drops those without a flag."""
+    """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies.
+    Settings read `budget=30` or `budget is 30`; a program drops `ways` without a flag."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

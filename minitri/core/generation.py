@@ -38,8 +38,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
     ) -> None:
-        """Takes memory of this `shape` from `pool`, to run the requests of `rows`. With `make_row`,
-        which makes a row from a number and a request, the run is open: see `submit`."""
+        """Starts a run of the requests in `rows`, with memory of this `shape` from `pool`.
+        With `make_row`, which makes a row from a number and a request, it is open: see `submit`."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
@@ -121,8 +121,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return [row.end(self.stats) for row in self.rows]
 
     def submit(self, request: Request) -> int:
-        """Adds a request to an open run, between two events; returns its number, which events call
-        `row`. Raises `InputError` if it is too long, or captured graphs have other filters."""
+        """Adds a request to an open run, between two events; returns its number, `row` in events.
+        Raises `InputError` if it is too long, or captured graphs have other filters."""
         if not self._make_row:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)

@@ -10,8 +10,8 @@ PIECE = 1000  # characters, of at most 4 bytes: a pipe with room takes 4096 byte
 
 
 class LossyHandler(logging.StreamHandler[TextIO]):
-    """Writes lines of the log to standard error, unless who reads them has no room: nobody waits
-    for that. The next line counts those that are lost, a part of a long one too."""
+    """Writes log lines to standard error, but drops those for which its pipe has no room.
+    So nobody waits. The next line counts those that are lost, a part of a long one too."""
 
     _num_lost = 0
 

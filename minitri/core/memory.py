@@ -64,7 +64,7 @@ def demand_of(models: Models, shape: MemoryShape) -> Demand:
 
 
 def check_process(models: Models) -> None:
-    """Raises `InputError` in a process that was forked from the one that loaded the models."""
+    """Raises `FaultError` in a process that was forked from the one that loaded the models."""
     if os.getpid() != models.process:
         raise FaultError(
             f"the engine was loaded by process {models.process}, from which this one was forked, "
@@ -84,7 +84,7 @@ def computing(models: Models) -> Iterator[None]:
 
 
 def as_fault(error: E, models: Models) -> E | FaultError:
-    """Maps lack of memory and numbers that are not finite to `FaultError`, others to themselves."""
+    """A `FaultError` for lack of memory or numbers that are not finite, else the error itself."""
     model = models.target
     if isinstance(error, NotFiniteError):
         if str(error):

@@ -33,8 +33,8 @@ def prefill(
     num_top: int = 0,
     size: Callable[[], int] | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt without its last token into row b; yields after each chunk how many tokens the
-    row holds. `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens,
+    """Reads a prompt without its last token into row b; yields the row's length after each chunk.
+    `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens,
     None: of all. `scores` gets `log_probs` of the tokens that follow each one read. `size` gives
     the length of the next chunk, by default always `chunk`. If `full` is in host memory, reads
     layer by layer, unless `watch` wants all, or with `scores` or `size`."""

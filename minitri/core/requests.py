@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields` are other fields of a request, or of the two settings. Raises `InputError`."""
+        """Makes a request; `fields` are also those of the two settings. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:

@@ -96,8 +96,8 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """With `graphs`, passes over blocks of `block_sizes` are captured now, and later blocks are
-        padded to the next size, trees to the largest. Raises `InputError` if a capture fails."""
+        """Makes a runner; with `graphs`, captures passes over blocks of `block_sizes` now.
+        Later blocks are padded to the next size, trees to the largest. Raises `InputError`."""
         B = len(passes.cache.lengths)
         self.passes = passes
         self.model = passes.model

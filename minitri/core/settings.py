@@ -50,8 +50,8 @@ def _set_strings(settings: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Filters that turn logits into the next-token distribution: first those that depend on the
-    text so far (bias, penalties, forbidden tokens, grammar), then temperature to min-p in order."""
+    """Sampling settings: filters that turn logits into the next-token distribution, in order.
+    Text filters (bias, penalties, forbidden tokens, grammar), then temperature to min-p."""
 
     __repr__ = brief
 
@@ -269,13 +269,13 @@ class SpeculationConfig:
 
     @cached_property
     def max_block(self) -> int:
-        """Most tokens per row in a pass of the target: the last token of the text, gamma2 - 1
-        guesses, and those of the round that fills gamma2, with a token of the retrieval level."""
+        """Most tokens per row in a pass of the target: the text's last one, and all guesses.
+        These are gamma2 - 1, and those of the round that fills gamma2, with its level's token."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property
     def room(self) -> int:
-        """Free slots of a small KV cache before a step: for unread tokens, and for guesses."""
+        """Slots that a small KV cache frees before a step: for unread tokens, and for guesses."""
         return 2 * self.max_block
 
 

@@ -28,7 +28,7 @@ class Stack:
     """The texts of a run, and the cascade of stages that extends them by speculative decoding."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """`memory` has empty caches with room for a run of this `shape`. Raises `InputError`."""
+        """Makes the stack of a run of this `shape`, over empty caches. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory
@@ -80,8 +80,8 @@ class Stack:
         self.stats.num_graphs = graphs.num_graphs
 
     def admit(self, b: int, row: Row) -> Iterator[int]:
-        """Gives the empty row b of the batch to a request; returns an iterator that reads the
-        prompt, to be used up before `start`. It yields after every chunk how many tokens are read,
+        """Gives the empty row b of the batch to a request; returns an iterator to read its prompt.
+        Use it up before `start`. It yields after every chunk how many tokens are read,
         at last the prompt's length, though `start` reads the last token. Between chunks other rows
         decode, if not read by layers."""
         memory = self.memory
@@ -174,8 +174,8 @@ class Stack:
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def prior_seconds(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
-        """Makes a function from a stage and a number of guesses to predicted seconds of a round
-        over texts of these lengths."""
+        """Makes a function that predicts the seconds of a round over texts of these lengths.
+        Its arguments are a stage and a number of guesses."""
         draft = self.memory.runners.get("draft")
         target = self.target
         work = Workload(
@@ -227,8 +227,8 @@ class Stack:
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
-    """Whether the autotuner may use measured times: if all plans give the same text, or if `timed`
-    allows different texts; never on several ranks, which must choose the same plan."""
+    """Whether the autotuner may use measured times, on which texts could depend.
+    Yes if all plans give the same text, or with `timed`; not on several ranks, which must agree."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:

@@ -42,8 +42,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
-    """A dtype by its name; `auto` is bfloat16 where the device computes in it, or reads weights
-    that are stored so by compiled kernels (`is_in_bfloat16`): half the bytes of float32."""
+    """A dtype by its name; `auto` is the fastest that the device computes in, or can read.
+    On a CPU bfloat16, half the bytes, where weights are stored so for kernels, or can be packed."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -72,8 +72,8 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """A copy of the target in 4 or, on a GPU, 8 bits, to guess with the retrieval cache; None if
-    the target itself should guess. Raises `InputError` if the copy cannot be made."""
+    """A copy of the target in 4 or 8 bits, to guess with the retrieval cache, or None.
+    None: the target itself should guess. Raises `InputError` if a copy cannot be made."""
     has_kernels = model.execution.is_row_invariant
     if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
         return None

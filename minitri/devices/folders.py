@@ -11,8 +11,8 @@ SHIPPED = (PACKAGE if (PACKAGE / "weights").exists() else PACKAGE.parent) / "wei
 
 
 def weights_folder() -> Path:
-    """The folder for what is fetched or built: $MINITRI_WEIGHTS, or the user's cache. Raises
-    `InputError` if there is no home folder."""
+    """Folder for what is fetched or built: $MINITRI_WEIGHTS, or one in the user's cache.
+    Raises `InputError` if there is no home folder."""
     try:
         if os.environ.get("MINITRI_WEIGHTS"):
             return Path(os.environ["MINITRI_WEIGHTS"]).expanduser()

@@ -12,8 +12,8 @@ Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 
 def replace_modules(module: nn.Module, factories: Factories) -> Any:
-    """A copy of a module, with the same weights, in which each submodule whose exact type has a
-    factory is replaced by the factory's result, children first."""
+    """A copy of a module in which submodules are replaced by others with the same weights.
+    A submodule whose exact type has a factory becomes the factory's result, children first."""
     twin = copy.copy(module)
     children = module.named_children()
     twin._modules = {name: replace_modules(child, factories) for name, child in children}

@@ -1,4 +1,4 @@
-"""Conversations that are kept, as text, in a folder which only its user may read."""
+"""Archive of a user's chats: each is kept as text in a folder that only its user may read."""
 
 import os
 import time
@@ -10,19 +10,19 @@ NOWHERE = Path(os.devnull)  # holds no files
 
 
 class Archive:
-    """A file for each conversation in `folder`, or none if that is NOWHERE."""
+    """Keeps each conversation in a file in `folder`, or none if that is NOWHERE."""
 
     def __init__(self, folder: Path = NOWHERE) -> None:
         self.folder = folder
         self.begin()
 
     def begin(self) -> None:
-        """Begins another file; the latest one before is that of the `earlier` conversation."""
+        """Begins a new file; the latest one before it has the `earlier` conversation."""
         self.earlier = max(self.folder.glob("*.json"), default=None)
         self._file = self.folder / f"{time.time_ns()}.json"
 
     def write(self, note: str) -> None:
-        """Writes the current conversation in place of what it was before."""
+        """Writes the current conversation to its file, in place of its earlier state."""
         unfinished = self._file.with_suffix(".part")
         try:
             unfinished.touch(0o600)
@@ -33,7 +33,7 @@ class Archive:
 
 
 def state_folder() -> Path:
-    """$XDG_STATE_HOME/minitri, by default in ~/.local/state, or NOWHERE and a warning."""
+    """The folder for chats, in $XDG_STATE_HOME or ~/.local/state; else NOWHERE, and a warning."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "minitri")
     try:
         folder = folder.expanduser()

@@ -34,8 +34,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights; a
-    tied LM head that equals its table, also in place of it, and buffers of RoPE may be there."""
+    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights.
+    A tied LM head may replace the table that it equals, or be there, and buffers of RoPE."""
     places = placements(model)
     missing = {**places}
     head = "lm_head.weight"
@@ -81,7 +81,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
-    """Copies a tensor of a file. Raises `InputError` for another shape or kind of numbers."""
+    """Copies a file's tensor into a weight. Raises `InputError` for another shape or kind."""
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
         asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"
@@ -91,8 +91,8 @@ def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def check_drafter(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` unless a drafter was made for this target's embedding table, and the
-    rows of its LM head are different tokens."""
+    """Raises `InputError` unless a drafter was made for this target's embedding table.
+    The rows of its LM head have to be different tokens, too."""
     config = model.config
     lent = target.config
     assert isinstance(model.lm_head, TrimmedHead)

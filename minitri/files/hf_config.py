@@ -22,8 +22,8 @@ _NO_TOKEN = (-1, 2**32 - 1)  # ids by which files say that there is no such toke
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """The `ModelConfig` in the settings of a config.json. Raises `InputError` for a model of
-    another family."""
+    """The `ModelConfig` in the settings of a config.json.
+    Raises `InputError` for a model of another family."""
     kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # a file may have any type here
         got = f"{name} is a {shorten(repr(kind), 60)} model"
@@ -62,20 +62,20 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file or a request but for those as good as absent: null, and no token."""
+    """The settings of a file or request without those that mean nothing: null, or no token."""
     none = [key for key in settings if key.endswith("_token_id") and settings[key] in _NO_TOKEN]
     return {key: value for key, value in settings.items() if value is not None and key not in none}
 
 
 def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for those fields of a dataclass that the settings of a file have."""
+    """Values for fields of a dataclass, as far as the settings of a file have them."""
     keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
     return {field: given[key] for field, key in keys.items() if key in given}
 
 
 def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig:
-    """The `RopeConfig` in the settings of a config.json, in its older or its newer form. LongRoPE
-    has factors for short texts and for long ones. As cached keys keep their rotation, all texts get
+    """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
+    LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts get
     those for long ones, unless the model's context is that of its pre-training."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
@@ -119,8 +119,8 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends: greedy if `do_sample` is false, and
-    what is left out as in `USUAL` unless it is true. What is malformed, or not followed, warns."""
+    """The sampling that a generation_config.json recommends; it is greedy if `do_sample` is false.
+    What is left out is as in `USUAL` unless that is true. What is malformed, or ignored, warns."""
     given = without_null(settings)
     samples = given.get("do_sample")
     base = SamplingParams(1.0) if samples is True else USUAL

@@ -104,8 +104,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Paths of the files with a checkpoint's weights: safetensors, if a folder has both formats,
-    and one file rather than shards. Raises `InputError` if there are none, or one is missing."""
+    """Paths of the files with a checkpoint's weights. Raises `InputError` if any is missing.
+    If a folder has both formats these are safetensors, and one file rather than shards."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if is_there(path / name):
             return [path / name]
@@ -119,14 +119,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether there is such a file. Raises `InputError` for a pipe, or a link to nothing."""
+    """Whether a file exists. Raises `InputError` for a pipe, or a link to nothing."""
     if not file.is_file() and (file.exists() or file.is_symlink()):
         raise InputError(f"{file} is no file, or a link to one that is gone; get it again")
     return file.is_file()
 
 
 def lacking(path: Path, wanted: str) -> InputError:
-    """The error for a folder without what is `wanted`, which says what the folder is instead."""
+    """Makes the error for a folder without `wanted`, which says what the folder is instead."""
     if (path / "adapter_config.json").exists():
         return InputError(f"{path} is a LoRA adapter; merge it into its base model, and give that")
     return InputError(f"{path} has no {wanted}; give a model's whole folder, or a GGUF file")

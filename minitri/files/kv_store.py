@@ -30,8 +30,8 @@ class KVStore:
     """A store of K and V for one model, in blocks in a shared folder."""
 
     def __init__(self, folder: str, num_bytes: int, origin: Origin) -> None:
-        """Opens the store in `folder`. Beyond `num_bytes` the least recently used blocks are
-        deleted. Raises `InputError`."""
+        """Opens the store in `folder`. Raises `InputError`.
+        Beyond `num_bytes` the least recently used blocks are deleted."""
         with explain(f"kv_store is {shorten(folder, 90)}, which cannot be opened", "name a folder"):
             if "://" in folder:
                 raise ValueError("it is a URL")
@@ -92,8 +92,8 @@ class KVStore:
         return [self._folder / f"{digest}.kvblock" for digest in digests[1:]]
 
     def _read(self, path: Path) -> FullCache:
-        """Reads a block. Raises `FileNotFoundError`, or `InputError` for a damaged one, or one of
-        another name, which would have other tokens; this is deleted, so it is written again."""
+        """Reads one stored file with K and V of a block of tokens. Raises `OSError`, `InputError`.
+        A damaged one, or one of another name, so of other tokens, is deleted and written again."""
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
         try:
@@ -112,7 +112,7 @@ class KVStore:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Deletes the oldest eighth of blocks and unfinished files if all exceed `num_bytes`."""
+        """Deletes the oldest eighth of the store's files if all exceed `num_bytes` together."""
         kinds = (".kvblock", ".unfinished")
         ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
         if sum(about.st_size for about in ours.values()) > self._num_bytes:

@@ -41,7 +41,7 @@ from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 class WeightPlan(NamedTuple):
-    """The form of a model's weights in memory, decided once before they are read."""
+    """Forms of a model's weights in memory, decided once before they are read."""
 
     in_blocks: bool  # whether matrices stay quantized as in a GGUF file
     proposer: str
@@ -82,7 +82,7 @@ class OpenModel:
         log.debug("%s: %s", config.name, self._plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
-        """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""
+        """Loads the target, and any copy of it that guesses with the retrieval cache, else None."""
         model = self._load(in_blocks=self._plan.in_blocks)
         if self._plan.proposer != "blocks":
             return model, retrieval_copy(model, self._plan.proposer)
@@ -93,7 +93,7 @@ class OpenModel:
         return model, proposer
 
     def load_drafter(self, target: Llama) -> Llama:
-        """Loads the model as a drafter, one without an embedding table with that of `target`."""
+        """Loads the model as a drafter; without an embedding table it uses that of `target`."""
         self._ranks = Ranks()  # a drafter is whole on every rank
         lender = target if self.config.draft_of else None
         model = self._load(in_blocks=self._plan.in_blocks, lender=lender)
@@ -140,8 +140,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """Opens the drafter that a `ModelChoice` names; None for lookup, which also replaces a default
-    drafter that cannot be used. Raises `InputError` about one that was chosen by name."""
+    """Opens the drafter that a `ModelChoice` names; None for lookup. Raises `InputError`.
+    It raises for one that was chosen by name; lookup replaces a default one that is unfit."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None
@@ -162,8 +162,8 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
 def plan_weights(
     choice: ModelChoice, checkpoint: Checkpoint, kernels: Kernels | None
 ) -> WeightPlan:
-    """Decides the forms of a model's weights: where the CPU kernels run, matrices of a GGUF file
-    stay quantized by default. Raises `InputError` if they are to stay so and cannot."""
+    """Decides the forms of a model's weights. Raises `InputError` if a wanted one cannot be had.
+    Where the CPU kernels run, matrices of a GGUF file stay quantized by default."""
     wanted = choice.draft_weights
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         if choice.weights == "native":

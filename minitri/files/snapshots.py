@@ -68,7 +68,7 @@ class Origin:
 
 
 def origin_of(model: Llama) -> Origin:
-    """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
+    """What K and V of a model's snapshots depend on. Raises `InputError` if it can have none."""
     execution = model.execution
     if execution.ranks.count > 1 or not (fingerprint := execution.fingerprint):
         raise InputError(
@@ -79,8 +79,8 @@ def origin_of(model: Llama) -> Origin:
 
 
 def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
-    """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note. Raises
-    `InputError` unless the file is whole, and of this model, dtype and RoPE."""
+    """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note.
+    Raises `InputError` unless the file is whole, and of this model, dtype and RoPE."""
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(path)} for {model}"
     with explain(problem, "read the text again and save it again"), path.open("rb") as file:
@@ -132,8 +132,8 @@ def write_snapshot(path: Path, source: HeldRow, origin: Origin, note: str = "") 
 
 
 def check_place(path: Path) -> None:
-    """Raises `ValueError` unless a snapshot may be written to a path, as nothing is there, or a
-    snapshot. Links, devices and files of other programs stay."""
+    """Raises `ValueError` if another file would be lost by writing a KV snapshot to this path.
+    A snapshot may be overwritten; links, devices and files of other programs stay."""
     if not os.access(path.parent, os.W_OK):
         raise ValueError("its folder is missing, or must not be written to")
     if os.path.lexists(path):
@@ -145,13 +145,13 @@ def check_place(path: Path) -> None:
 
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
-    """When each file was changed last, or replaced, also by one with the same modification time."""
+    """Times at which files were last changed, or replaced by ones of equal modification time."""
     return {file.absolute(): file.stat().st_ctime_ns for file in files}
 
 
 def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
-    """A function that digests files of weights, and how memory holds them, when first called, as
-    that takes a second for 2 GB. It raises `InputError` if the times of `files` are others then."""
+    """Makes a function that digests files of weights, and how memory holds them, once called.
+    That takes a second for 2 GB. It raises `InputError` if the times of `files` differ then."""
 
     @functools.cache
     def fingerprint() -> str:
@@ -168,7 +168,7 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
 
 
 def checksum(facts: dict[str, str]) -> int:
-    """CRC-32 of the facts in a header, with which that of the data begins."""
+    """CRC-32 of the facts in a snapshot's header; that of the data goes on from it."""
     return crc32(json.dumps(facts, sort_keys=True).encode())
 
 

@@ -35,8 +35,8 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
 
 
 def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> ChatTemplate | None:
-    """The chat template in the settings, which have one template or a list of named ones, if there
-    is one. Raises `TypeError` and others for wrong settings."""
+    """The chat template in a tokenizer's settings; None if there is none.
+    They have one, or a list of named ones. Raises `TypeError` and others for wrong settings."""
     setting = settings.get("chat_template")
     named = {"default": setting}
     if isinstance(setting, list):
@@ -55,7 +55,7 @@ def _special_tokens(
     config: ModelConfig,
     checkpoint: Folder | GgufFile,
 ) -> SpecialTokens:
-    """The special tokens of a pipeline, to which those are added that only the settings have.
+    """Special tokens of a model; those that only its settings have are added to `pipeline`.
     Raises `InputError` if BOS is asked for and not known."""
     texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)
     bos = config.bos_token_id

@@ -63,7 +63,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
 
 
 def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
-    """The pipeline of a tokenizer.model; `space` as for `piece_pipeline`. Raises many errors."""
+    """The pipeline of a tokenizer.model file; `space` as for `piece_pipeline`. Raises any error."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # slow
 
     model = ModelProto.FromString(data)
@@ -86,9 +86,9 @@ def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
 def piece_pipeline(
     pieces: Sequence[tuple[str, float, int]], space: str, *steps: Any, is_unigram: bool = False
 ) -> tokenizers.Tokenizer:
-    """A pipeline with pieces given by text, score and type, which normalizes by `steps` first. A
-    space is put in front of a text and of what follows control tokens (`space` "always"), of the
-    text alone ("first"), or "never"."""
+    """A pipeline with pieces given by text, score and type, which normalizes by `steps` first.
+    A space is put in front of a text and of what follows control tokens (`space` "always"), of
+    the text alone ("first"), or "never"."""
     vocab = {piece: number for number, (piece, _, _) in enumerate(pieces)}
     unknown = next((piece for piece, _, kind in pieces if kind == UNKNOWN), None)
     whole = [piece for piece, _, kind in pieces if kind == USER_DEFINED]

@@ -22,16 +22,16 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
-        """`special_tokens` has the texts of `bos_token` and the like; `tool_source` is another
-        template for conversations with tools, if there is one."""
+        """Compiles a template; `special_tokens` has the texts of `bos_token` and the like.
+        `tool_source` is another template for conversations with tools, if there is one."""
         self._source = source
         self.tool_source = tool_source or source
         self._special_tokens = special_tokens
         self._sandbox = Sandbox("template", MAX_SECONDS, MAX_BYTES)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
-        """A conversation as text, up to the beginning of the next answer. Raises `InputError`. The
-        role developer becomes system for a template that does not know it."""
+        """Renders a conversation as text, up to the beginning of the next answer.
+        The role developer becomes system if the template does not know it. Raises `InputError`."""
         source = self.tool_source if tools else self._source
         for message in messages:
             if (role := message.get("role", "user")) not in ROLES and str(role) not in source:

@@ -30,7 +30,7 @@ class GrammarMatcher:
     """The state of one text in its grammar; implements `Matcher` of the core."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """`start` is a matcher of llguidance at the start of a text."""
+        """Makes the state at the start of a text; `start` is llguidance's matcher there."""
         self._matcher = start
         self._config = config  # its vocabulary may be smaller than the tokenizer's
         self._path: list[int] = []  # tokens that the library has read after the committed ones
@@ -44,8 +44,8 @@ class GrammarMatcher:
         self._masks.clear()
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Boolean (V,): tokens that the grammar forbids after the committed text and the guesses
-        `path`; None: it failed. Only end tokens may follow a complete text, another end token, or a
+        """Boolean (V,): tokens that may not follow the committed text and the guesses `path`.
+        None: it failed. Only end tokens may follow a complete text, another end token, or a
         guess that the grammar does not allow."""
         key = tuple(path)
         if key not in self._masks:
@@ -60,7 +60,7 @@ class GrammarMatcher:
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens of the text that must follow `path`; other tokens of the same text may, too."""
+        """Tokens of the only text that may follow `path`; other tokens may spell it, too."""
         is_over = self._is_over or not self._read(path)
         if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
             return []
@@ -68,7 +68,7 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
-        """Why the library's matcher failed, in one line."""
+        """Why llguidance's matcher failed, in one line; "" if it did not."""
         return error_of(self._matcher.get_error())
 
     def _read(self, path: list[int]) -> bool:
@@ -102,8 +102,8 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema for llguidance; white space is bounded, as some models never end it. Raises
-    `ValueError` for a number that llguidance rounds, unless `lenient` is among its options."""
+    """A JSON schema as text for llguidance, with bounded white space: some models never end it.
+    Raises `ValueError` for a number that llguidance rounds, unless `lenient` is an option."""
     schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
         return text
@@ -153,7 +153,7 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def probe(source: str) -> str:
-    """What is wrong with a grammar when a process within limits compiles it; "" if nothing is."""
+    """Compiles a grammar in a process within limits; returns what is wrong with it, or ""."""
     try:
         return SANDBOX.ask(source)
     except ValueError as error:

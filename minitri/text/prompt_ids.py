@@ -48,8 +48,8 @@ def as_int(number: Any) -> int:
 
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
-    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens; `ways` are
-    the caller's remedies for a prompt that is too long."""
+    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens.
+    `ways` are the caller's remedies for a prompt that is too long."""
     if not ids:
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:
@@ -73,7 +73,7 @@ def draw_seed() -> int:
 
 
 def next_seed(seed: int, number: int = 1) -> int:
-    """The seed of the text `number` texts after the one with this seed."""
+    """The seed of the text that comes `number` texts after the one with this seed."""
     return (seed + number) % (MAX_SEED + 1)
 
 

@@ -17,8 +17,7 @@ from minitri.text.tokenizer import Tokenizer
 
 
 def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
-    """One `Row` per request, numbered from 0. Raises `InputError`, which names the request if there
-    are several."""
+    """One `Row` per request, numbered from 0. Raises `InputError`, which names the request."""
     rows = []
     for number, request in enumerate(requests):
         try:
@@ -51,8 +50,8 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
 def text_filters(
     sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
 ) -> TextFilters | None:
-    """The text filters of a new row; None if its settings need none. Raises `InputError` for a
-    token that the model lacks, and for a grammar that cannot be compiled."""
+    """The text filters of a new row; None if its settings need none. Raises `InputError`.
+    Reasons are a token that the model lacks, and a grammar that cannot be compiled."""
     by_probability = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     if sampling == SamplingParams(*by_probability):
         return None

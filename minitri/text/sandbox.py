@@ -21,7 +21,7 @@ class Sandbox:
     """Processes that answer questions of several threads, each within limits."""
 
     def __init__(self, kind: str, seconds: float, num_bytes: int) -> None:
-        """Processes of a `kind` of the program, with `seconds` of processor time for an answer."""
+        """A sandbox of a `kind` of program, with `seconds` of processor time for an answer."""
         self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
         self._excess = f"it takes more than {seconds:g} s, or too much memory"
         self.idle: list[Popen[str]] = []  # processes that wait
@@ -29,8 +29,8 @@ class Sandbox:
         weakref.finalize(self, stop, self.idle)
 
     def ask(self, question: object) -> str:
-        """The answer to a question, which JSON can hold. Raises `ValueError` for an error, or a
-        question beyond the limits, and `InputError` on a system without limits."""
+        """Has a process answer a question, which JSON can hold, within the limits.
+        Raises `ValueError` for its error or one beyond limits, `InputError` on a system without."""
         if not find_spec("resource"):
             problem = "chat templates and grammars run within limits that this system does not have"
             raise InputError(f"{problem}; do without them, or use Linux, macOS or WSL")

@@ -49,13 +49,13 @@ compiled = functools.cache(ENVIRONMENT.from_string)
 
 
 def render(question: Any) -> str:
-    """The text of a template, by a list of that and its variables."""
+    """Renders a chat template: the list has its source and its variables."""
     source, variables = question
     return compiled(source).render(variables)
 
 
 def check_grammar(source: Any) -> str:
-    """What llguidance finds wrong in a grammar. Bytes are vocabulary enough."""
+    """What is wrong with a grammar by llguidance; a vocabulary of bytes is enough for it."""
     from llguidance import LLMatcher, LLTokenizer
 
     text = re.sub(r"<\[[\d,^* -]*\]>", "<[256]>", source)  # tokens of a model's vocabulary

@@ -51,9 +51,9 @@ def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
 def add_tokens(
     pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], *, is_raw: bool
 ) -> dict[str, str]:
-    """Adds the control tokens of a tokenizer_config.json that a pipeline lacks; returns the texts
-    of those with a name. With `is_raw` they are found before a text is normalized, else by their
-    flags. Raises `ValueError` for a token with two ids."""
+    """Adds control tokens of a tokenizer_config.json to a pipeline; returns those with a name.
+    With `is_raw` they are found before a text is normalized, else by their flags.
+    Raises `ValueError` for a token with two ids."""
     if isinstance(extra := settings.get("extra_special_tokens"), dict):  # more names
         settings = {**settings, **extra, "extra_special_tokens": ()}
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])
@@ -85,6 +85,6 @@ def add_tokens(
 
 
 def _text(value: Any) -> str:
-    """The spelling in a setting that names a token, by a text or an object with flags, or ""."""
+    """Spelling of a special token that a setting names by text, or by an object; "" if none."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""

@@ -19,7 +19,7 @@ class TextReader:
         stop: Sequence[str] = (),
         shown: Container[int] = (),
     ) -> None:
-        """The output ends before the first of the strings `stop`, which may be control tokens;
+        """Makes a reader of an output that ends before the first of the strings `stop`.
         `shown` are ids of control tokens that the text spells out, while others are left out."""
         self._tokenizer, self._shown = tokenizer, shown
         self._stop = stop

@@ -50,8 +50,8 @@ class Tokenizer:
         self.num_tokens = 1 + max(vocabulary.values(), default=-1)  # one more than the largest id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with BOS in front where the model wants it. Control tokens may be
-        spelled out. Raises `InputError` for lone surrogates."""
+        """Token ids of a text, with BOS in front where the model wants it.
+        Control tokens may be spelled out. Raises `InputError` for lone surrogates."""
         ids = self.encode_marked(text)
         prefix = [*self.special.prefix]
         return ids if ids[: len(prefix)] == prefix else prefix + ids
@@ -64,14 +64,14 @@ class Tokenizer:
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
-        list of dicts such as `{"role": "user", "content": "Why?"}`, or the text of one message by
-        the user. Raises `InputError`."""
+        """Token ids of a conversation, up to the beginning of the next answer.
+        `messages` is a list of dicts such as `{"role": "user", "content": "Why?"}`, or the text
+        of one message by the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: str | Sequence[Message], tools: Sequence[Any] = ()) -> str:
-        """A conversation as text with control tokens spelled out; `tools` are functions that the
-        model may call. Raises `InputError`."""
+        """A conversation as text with control tokens spelled out. Raises `InputError`.
+        `tools` are functions that the model may call."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not self.chat_template:
@@ -101,7 +101,7 @@ class Tokenizer:
         return {text: self.controls[text] for text in spellings if text in self.controls}
 
     def vocabulary(self) -> str:
-        """The text of a tokenizer.json."""
+        """The tokenizer as the text of a tokenizer.json."""
         return self._pipeline.to_str()
 
     def token(self, number: int) -> str | None:
@@ -109,8 +109,7 @@ class Tokenizer:
         return self._pipeline.id_to_token(number)
 
     def token_bytes(self, number: int) -> bytes:
-        """The bytes that a token writes, which may be a part of a character; those of its spelling
-        for a control token."""
+        """Bytes of a token, maybe a part of a character; of a control token, its spelling."""
         piece = self.token(number) or ""
         if number in self._added:
             return piece.encode()

@@ -75,14 +75,14 @@ class TreeLevel(Level):
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that grammars force in a chain; none in trees, whose shape all rows share."""
+        """Tokens forced by grammars, in a chain; none in trees, whose shape all rows share."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
     def draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
-        """Tokens for the children of the node at this place of row b's block in `output`: random,
-        or the best, by coupled noise or without."""
+        """Draws tokens for a node's children from `output` at its place in row b's block.
+        They are random, or the best ones, by coupled noise or without."""
         probs_V = output.probs_BNV[b, place]
         if self.is_greedy(b):
             return likeliest(output.filtered_BNV[b, place], num_children)
@@ -94,8 +94,8 @@ class TreeLevel(Level):
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        """The accepted path in row b's tree, and the next token, see `walk.walk`; the row's text
-        has `start` tokens. Takes random numbers from the source."""
+        """Walks row b's tree: returns the accepted path, and the next token (`walk.walk`).
+        The row's text has `start` tokens. Takes random numbers from the source."""
         if isinstance(self.source, CoupledSource):  # the noise of a position decides its token
             positions_N = start + torch.tensor(proposal.shape.depths)
             keys_N = self.source.keys(b, positions_N).to(probs_NV.device)
@@ -132,8 +132,8 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Reads T nodes of each row's tree, from node `first` on; distributions (B, T, V) after
-        them. Call `keep_paths` next."""
+        """Reads T nodes of each row's tree, from node `first` on; call `keep_paths` next.
+        Returns the distributions (B, T, V) after them."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]

@@ -25,8 +25,8 @@ MISSING = -1
 
 @dataclass(frozen=True)
 class TreeProposal(Proposal):
-    """Trees of guesses, of one shape for all rows: `tokens[b][i]` is the token of node i + 1, or
-    MISSING; `probs_BNV` are the distributions that the children of each node were drawn from."""
+    """Trees of guesses, of one shape for all rows. `tokens[b][i]` is of node i + 1, or MISSING.
+    `probs_BNV` are the distributions that the children of each node were drawn from."""
 
     shape: TreeShape  # the nodes of every row's tree
     is_listed: list[bool]

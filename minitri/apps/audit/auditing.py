@@ -59,7 +59,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: Namespace) -> int:
-    """Runs all checks; returns the exit code."""
+    """Audits the server that the flags name; returns the exit code."""
     client = connect(args.url, args.api_key or os.environ.get("MINITRI_API_KEY"), args.model)
     with contextlib.closing(client.http):
         rows = [*audit(client, args.num_tokens)]
@@ -81,7 +81,7 @@ def run_command(args: Namespace) -> int:
 
 
 def audit(client: Client, num_tokens: int) -> Iterator[report.Json]:
-    """Runs all checks. Raises `InputError` where the server does not answer."""
+    """Runs all checks of a server's sampling. Raises `InputError` where there is no answer."""
     num_rounds = -(-num_tokens // (len(TEMPERATURES) * len(PROMPTS) * BURST * NUM_NEW))
     texts: dict[float, Bursts] = {}
     for T in TEMPERATURES:
@@ -120,7 +120,7 @@ def spread(bursts: Bursts) -> float:
 
 
 def check_logprobs(places: Sequence[Place]) -> report.Json:
-    """Are the reported log-probabilities those of a distribution?"""
+    """Checks that the log-probabilities of each token sum to 1 at most; a row of the report."""
     most = max(sum(map(math.exp, place.top.values())) for place in places)
     fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
     if not any(place.logprob for place in places):
@@ -129,7 +129,7 @@ def check_logprobs(places: Sequence[Place]) -> report.Json:
 
 
 def check_greedy(client: Client) -> report.Json:
-    """Is every token at temperature 0 the likeliest one?"""
+    """Checks that a server's tokens at temperature 0 are the likeliest; a row of the report."""
     places = [place for text in PROMPTS for place in client.ask(text, temperature=0.0)]
     worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
@@ -137,12 +137,12 @@ def check_greedy(client: Client) -> report.Json:
 
 
 def figures(test: Martingale) -> dict[str, float]:
-    """Figures of a statistical test, for a row."""
+    """Figures of a statistical test, for a row of the audit's report."""
     return {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
 
 
 def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
-    """Tests of the scores likelihood, learned and copied, of probabilities to a power."""
+    """Statistical tests that tokens follow the reported probabilities, raised to `power`."""
     import numpy as np  # with 100 ms of imports, which --help does not need
 
     likelihood, learned, copied = (Martingale() for _ in range(3))
@@ -177,7 +177,7 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
 
 
 def known(place: Place, power: float) -> dict[str, float]:
-    """Distribution of the token at a place among those reported: by a power of their odds."""
+    """Distribution over the tokens reported at a place, with their probabilities to a power."""
     weights = {
         name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
     }

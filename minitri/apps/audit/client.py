@@ -44,7 +44,7 @@ class Client:
     num_top: int = 0
 
     def ask(self, prompt: str, **fields: Any) -> Text:
-        """Returns the tokens of an answer. Raises `InputError`."""
+        """Asks for an answer to a prompt; returns its tokens. Raises `InputError`."""
         body: Json = {"prompt": prompt, "logprobs": self.num_top}
         if "chat" in self.endpoint:
             message = {"role": "user", "content": prompt}
@@ -60,7 +60,7 @@ class Client:
             return [*threads.map(lambda _: self.ask(prompt, **fields), range(BURST))]
 
     def has_answer(self) -> bool:
-        """Whether a request is answered, with log-probabilities."""
+        """Whether the server answers a request with log-probabilities."""
         try:
             return len(self.ask("Once", max_tokens=1)) > 0
         except InputError:

@@ -27,8 +27,8 @@ COMMAND_LINE = r"(?P<command>/\w*)|/(documents|load|save)\s+(?P<file>.+)"
 def ask(
     folder: Path, commands: list[str], obey: Callable[[str], str], status: Callable[[], str]
 ) -> None:
-    """Asks for lines until Ctrl-D. Enter ends a question, but a line after a backslash, within
-    triple quotes and with Alt. `obey` returns what is to be edited once more."""
+    """Asks for lines at a terminal until Ctrl-D; `obey` returns what is to be edited once more.
+    Enter ends a question, but a line after a backslash, within triple quotes and with Alt."""
 
     @functools.lru_cache(1)  # as every row of the window asks
     def is_open(text: str) -> bool:
@@ -72,12 +72,12 @@ def let_keys_wait() -> None:
 
 
 class MarkdownFile(Live):
-    """A file whose text is drawn: complete blocks of Markdown, then the end of its text."""
+    """File that draws its text at a terminal: whole blocks of Markdown, then the end as it is."""
 
     _text = ""
 
     def write(self, text: str) -> None:
-        """Adds a part of the text."""
+        """Adds text to a chat answer; draws the Markdown blocks that are complete."""
         self.start()
         block, _, rest = (self._text + text).rpartition("\n\n")
         if block.count("```") % 2:  # code, which has blank lines
@@ -89,10 +89,10 @@ class MarkdownFile(Live):
         self._draw(block)
 
     def flush(self) -> None:
-        """Does nothing, as the text is drawn when it is time."""
+        """Does nothing, as text is drawn in whole blocks."""
 
     def close(self) -> None:
-        """Draws the rest."""
+        """Draws the rest of the text that `write` was given."""
         self.stop()
         self._draw(self._text)
 
@@ -105,7 +105,7 @@ class MarkdownFile(Live):
 
 
 def answer_file(args: Namespace) -> Any:
-    """Makes the file of an answer: standard output, unless that takes Markdown and colors."""
+    """Where a chat answer is printed: a file that draws Markdown; None if the terminal cannot."""
     console = Console()
     if args.color or console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()

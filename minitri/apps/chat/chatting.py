@@ -42,7 +42,7 @@ class Chat:
         archive: Archive = Archive(),  # noqa: B008 (of no files)
         output: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        """Writes each answer to a file that `output` opens, by default standard output."""
+        """Begins a chat; answers go to a file that `output` opens, or to standard output."""
         self.talk = talk
         self._archive = archive
         self._output = output
@@ -59,7 +59,7 @@ class Chat:
             self._read(talk)
 
     def status(self) -> str:
-        """The model, the conversation's tokens of how many, and the speed of the last answer."""
+        """Line about the model, the conversation's length, and the speed of the last answer."""
         config = self._engine.config
         used = len(self.talk.ids(self.talk.turns))
         return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
@@ -176,7 +176,7 @@ class Chat:
         return self.talk.turns
 
     def _resume(self, talk: Conversation) -> None:
-        """Continues another conversation, with the documents of both."""
+        """Continues another conversation, and keeps the documents of both."""
         talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
         self._read(talk.with_documents({}, self._engine.config, self._args))
         self._archive.begin()
@@ -184,7 +184,7 @@ class Chat:
             self.do_show("")
 
     def _read(self, talk: Conversation) -> None:
-        """Switches to a conversation and reads its documents before a question comes."""
+        """Switches to a conversation and reads its documents, before a question is asked."""
         self.talk = talk
         ids = talk.beginning
         is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
@@ -193,7 +193,7 @@ class Chat:
             say("stopped; /documents shows what was read, /documents FILE reads on")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
-        """Writes the answer to a question after earlier turns, or continues its answer."""
+        """Prints an answer to a question after earlier turns, or continues the latest answer."""
         talk = self.talk
         context = self._engine.config.context_length
         most_new = self._settings["max_new_tokens"]

@@ -24,7 +24,7 @@ MARK = "<|minitri|>"
 
 
 class Document(NamedTuple):
-    """A text to ask about, or its beginning."""
+    """A document, or its beginning, as token ids, to ask questions about."""
 
     name: str
     token_ids: Sequence[int]
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A question and its answer, or the beginning of one."""
+    """A question and its answer as token ids, or the beginning of one."""
 
     question: str
     token_ids: Sequence[int] = ()  # of the answer, without an end-of-sequence token
@@ -50,13 +50,12 @@ class Conversation:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings for a model without a chat template; empty if it has one."""
+        """Strings that end an answer of a model without a chat template; empty if it has one."""
         return () if self.tokenizer.chat_template is not None else (QUESTION,)
 
     @functools.cached_property
     def _frame(self) -> tuple[str, str, str]:
-        """Texts before the first question, between an answer and the next question, and after a
-        question. Raises `InputError` if the chat template refuses."""
+        """Texts before the first question, after answers, after questions. Raises `InputError`."""
         template = self.tokenizer.chat_template
         if template is None:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
@@ -70,7 +69,7 @@ class Conversation:
 
     @functools.cached_property
     def beginning(self) -> list[int]:
-        """Token ids before the first question."""
+        """Token ids before the first question: system message and documents."""
         encode = self.tokenizer.encode if self.stops else self.tokenizer.encode_marked  # BOS or not
         ids = encode(self._frame[0])
         for document in self.documents:
@@ -80,8 +79,8 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy with more documents, by name, in place of others of the name. Flags may cut the
-        longest to one length. Raises `InputError` if the context has no room for them."""
+        """A copy with more documents, by name; of equal names the new one counts.
+        Flags may cut the longest to one length. Raises `InputError` if there is no room."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
@@ -111,7 +110,7 @@ class Conversation:
         return replace(self, documents=cut)
 
     def cut(self, num_tokens: int) -> "Conversation":
-        """A copy with what of the documents is in the first tokens of `beginning`."""
+        """A copy with only the parts of documents in the first tokens of `beginning`."""
         num_tokens -= len(replace(self, documents=()).beginning)
         documents = []
         for name, ids, size in self.documents:
@@ -120,13 +119,13 @@ class Conversation:
         return replace(self, documents=documents)
 
     def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
-        """A copy with a function of the token ids in their places."""
+        """A copy in which `change` has replaced the token ids of all documents and turns."""
         documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
         turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
         return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the beginning and of these turns, up to where the last answer continues."""
+        """Token ids of system message, documents and turns; an unfinished last answer goes on."""
         _, between, after = self._frame
         before = "".join(self.stops)
         ids = [*self.beginning]
@@ -144,11 +143,11 @@ class Conversation:
         return turns
 
     def as_note(self) -> str:
-        """The conversation as JSON, for `restored`."""
+        """The conversation as JSON, from which `restored` makes it again."""
         return json.dumps([self.system, self.documents, self.turns])
 
     def restored(self, note: str) -> "Conversation":
-        """The conversation in a note of `as_note`. Raises `InputError`."""
+        """Makes the conversation that `as_note` wrote as JSON. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
             system, documents, turns = json.loads(note)
             parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]

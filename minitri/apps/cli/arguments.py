@@ -35,7 +35,7 @@ SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 
 @dataclasses.dataclass(frozen=True)
 class SharedFlags:
-    """Flags that are fields of no other class."""
+    """Flags of several programs that are fields of no other settings class."""
 
     quiet: bool = False
     """No progress, log or statistics on standard error."""
@@ -90,7 +90,7 @@ NEEDS: dict[str, list[str]] = TABLE["needs"]
 
 
 class Help(argparse._HelpAction):
-    """Shows all flags after --help-all, else those that are not rare."""
+    """Flag that shows all flags as --help-all, else those that most people need."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
         for action in parser._actions if words[-1] != "--help-all" else ():
@@ -100,7 +100,7 @@ class Help(argparse._HelpAction):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of a flag that is a number or a word, unless the help text says it."""
+    """Adds the default to a flag's help if it is a number or a word, and not in the help yet."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -112,7 +112,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", **settings: Any) -> None:
-        """`program` is the word after `minitri`; help.txt describes it, with examples."""
+        """Makes a parser for a `program` (the word after `minitri`) that help.txt describes."""
         if program:
             settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
@@ -124,7 +124,7 @@ class OneLineParser(argparse.ArgumentParser):
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:
-        """An error's message with flags for settings (`budget=30`), and without other remedies."""
+        """An error's message with settings spelled as flags, without remedies that have none."""
         names = [name for name in self._option_string_actions if name.startswith("--")]
         flags = {name[2:].replace("-", "_"): name for name in names}
 
@@ -145,8 +145,8 @@ class OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{shorten(message, 400)}; see --help-all")
 
     def check(self, args: argparse.Namespace, *own: type[Any]) -> None:
-        """Raises `InputError` for a flag that lacks another one, or has a bad value, as a field of
-        `SETTINGS` or of `own` classes; warns of one without effect."""
+        """Raises `InputError` for a flag that lacks another, or has a bad value.
+        Values are of fields of `SETTINGS`, or of `own` classes. Warns of a flag without effect."""
         given = {name for name, value in vars(args).items() if value != self.get_default(name)}
         for name, others in NEEDS.items():
             if name in given and given.isdisjoint(others) and vars(args).keys() & others:
@@ -166,7 +166,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def whole(text: str) -> int:
-    """The type of a flag for a whole number, in digits from 0 to 9."""
+    """Type of a flag whose value is a whole number in digits from 0 to 9."""
     if not text.removeprefix("-").encode().isdigit():
         raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no whole number")
     return int(text)
@@ -216,7 +216,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
 
 @functools.cache
 def field_texts(settings: type) -> dict[str, str]:
-    """The text below each field of a class, by the field's name."""
+    """Help text of each field of a class, from the string below it, by the field's name."""
     pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
     return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in pairs}
 
@@ -260,13 +260,13 @@ def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
 def taken(
     settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings of a class, or as in `base`, changed by flags and `others`. Raises `InputError`."""
+    """Settings of a class, or a copy of `base`, with values by flags. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `minitri.load` by the flags."""
+    """Keyword arguments of `minitri.load`, taken from the flags."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
     unused = UNUSED.get(vars(args).get("method", ""), ())
     if "draft" in unused:

@@ -17,14 +17,14 @@ from minitri.text.prompt_ids import draw_seed
 
 
 def load_engine(args: Namespace, *texts: str) -> "tuple[minitri.Engine, list[list[int]]]":
-    """The engine of the flags, and token ids of prompts, checked before it is loaded."""
+    """Loads the engine that the flags name; also token ids of prompts, which are checked before."""
     opened = open_engine(args)
     prompts = [inputs.encode(text, opened, args) for text in texts]
     return load_weights(args, opened), prompts
 
 
 def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
-    """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
+    """Opens the files of the models that the flags name, without weights. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
     exits.import_pytorch()  # takes seconds
     from minitri.files.snapshots import check_place
@@ -40,7 +40,7 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
 
 
 def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minitri.Engine":
-    """The engine of opened models, with what --load-kv and --kv-store name. Raises `InputError`."""
+    """Loads the weights; applies --load-kv and --kv-store. Raises `InputError`."""
     if args.threads is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""Files that flags name: text in any encoding, PDF and HTML (an extra), as plain text."""
+"""Reads the files that flags name as plain text: in any encoding, or PDF and HTML (an extra)."""
 
 import functools
 import io
@@ -29,7 +29,7 @@ def read_document(file: str, flag: str) -> str:
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
-    """A document's text, and its encoding or format unless that is UTF-8. Raises `ValueError`."""
+    """Text of a file's content, and its encoding or format unless UTF-8. Raises `ValueError`."""
     if content.startswith(b"%PDF"):
         pypdf = import_module("pypdf")
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every small damage
@@ -62,13 +62,13 @@ def _text_of(content: bytes) -> tuple[str, str]:
 
 
 def read_text(file: str, flag: str) -> str:
-    """UTF-8 text of the file that a flag names, `-`: standard input. Raises `InputError`."""
+    """Text of a UTF-8 file that a flag names, or of standard input (`-`). Raises `InputError`."""
     decode = functools.partial(str, encoding="utf-8-sig")
     return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
 
 
 def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Text]) -> Text:
-    """Decoded content of a flag's file. Raises `InputError`, which says what is `wanted`."""
+    """Decodes the file that a flag names. Raises `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:

@@ -27,8 +27,8 @@ def program(
     *own: type,
     parallel: bool = False,
 ) -> Callable[..., None]:
-    """Makes the `main` of a program. `own`: classes whose fields are flags of this program alone.
-    `parallel`: torchrun may start it in several processes."""
+    """Makes the `main` of a program, which parses its flags and ends with an exit code.
+    `own`: classes of flags of this program alone. `parallel`: torchrun may start several of it."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
@@ -65,8 +65,8 @@ def program(
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the process with a code and at most one line: for bad input, a missing package, Ctrl-C,
-    and an error of the system, such as a full disk. Any other exception is a bug."""
+    """Ends the process with an exit code and at most one line for errors that are no bugs.
+    These are bad input, a missing package, Ctrl-C, and errors of the system such as a full disk."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -93,7 +93,7 @@ def clean_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
-    """Answers Ctrl-C by a function while the block runs."""
+    """Context in which Ctrl-C calls a function."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -102,7 +102,7 @@ def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def leave(*_: object) -> None:
-    """Ends the process at once, with a line, as the answer to Ctrl-C."""
+    """Ends the process at once, with a line on standard error, as the answer to Ctrl-C."""
     os.write(2, b"minitri: interrupted\n")
     os._exit(130)
 

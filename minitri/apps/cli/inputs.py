@@ -17,7 +17,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 
 def find_prompt(args: Namespace) -> tuple[str, str]:
-    """Prompt of the flags, a pipe or the demo, and a phrase on its source. Raises `InputError`."""
+    """The prompt by flags, from a pipe or the demo; a phrase on its source. Raises `InputError`."""
     if args.prompt is not None:
         return read_prompt(None, args.prompt), ""
     file = args.prompt_file

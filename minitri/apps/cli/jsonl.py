@@ -28,7 +28,7 @@ key_of = functools.partial(json.dumps, sort_keys=True)  # of an id, for a dictio
 
 
 class Line(NamedTuple):
-    """A line of --prompts that is not empty."""
+    """A line, not empty, of the file of --prompts."""
 
     position: int  # among those lines, from 0; added to the seed
     number: int  # in the file, from 1
@@ -38,8 +38,8 @@ class Line(NamedTuple):
 
 
 def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
-    """Writes the answers of `answer_all(lines, args)` to the lines of --prompts, but for those that
-    --output holds. Raises `InputError` at the end if lines were wrong, or there are none."""
+    """Answers the lines of --prompts by `answer_all(lines, args)`, but for those in --output.
+    Raises `InputError` at the end if lines were wrong, or there are none."""
     lines = read_lines(args)
     name = args.output
     stdout = nullcontext(sys.stdout)
@@ -57,8 +57,8 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
 
 
 def answered(file: Any, name: str) -> dict[str, bool]:
-    """Keys of the answers in an --output file, which it locks, and whether each is an error. Cuts
-    off an incomplete last line. Raises `InputError` if the file is another one."""
+    """Keys of the answers in an --output file, which it locks, and whether each is an error.
+    Cuts off an incomplete last line. Raises `InputError` if the file is another one."""
     import fcntl  # not everywhere
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):
@@ -98,7 +98,7 @@ def read_lines(args: Namespace) -> list[Line]:
 def answers(
     lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
-    """The answer to each line, as soon as it is done; by default of the flags' engine."""
+    """Answers lines of --prompts, each yielded when done; by default with the flags' engine."""
     engine = engine or boot.load_engine(args)[0]
     generation = arguments.taken(GenerationConfig, args)
     sampling, seed = boot.sampling_of(args, engine, f"{len(lines)} prompts")

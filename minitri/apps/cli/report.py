@@ -22,12 +22,12 @@ _NO_TEXT = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD
 
 
 def json_line(content: Json) -> str:
-    """An object of JSON in one line, with escapes for all readers, and of lone surrogates."""
+    """An object as JSON in one line, with escapes for characters that some readers refuse."""
     return json.dumps(content, ensure_ascii=False).translate(_NO_TEXT)
 
 
 def where(model: "Llama") -> dict[str, str]:
-    """The dtype, device, attention backend and PyTorch version that a model runs with."""
+    """Where a model runs: dtype, device, attention backend and PyTorch version."""
     import torch  # is there, as the model is
 
     from minitri.devices.choose import attention_name
@@ -52,7 +52,7 @@ def progress_bar(args: Namespace, **settings: Any) -> Any:
 
 
 def how_sampled(sampling: minitri.SamplingParams, seed: int) -> str:
-    """The settings that are not neutral, with the seed where random numbers count."""
+    """Sampling settings that are not neutral, in words, with the seed where it counts."""
     greedy = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # which change no greedy text
     fields = vars(sampling if sampling.temperature else greedy)
     neutral = vars(minitri.SamplingParams())
@@ -91,7 +91,7 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def answer(row: Row) -> Json:
-    """The text of a row as an object of JSON, with the log-probabilities of --logprobs."""
+    """A request's output as an object of JSON, with the log-probabilities of --logprobs."""
     fields: Json = {
         "text": row.text,
         "token_ids": row.token_ids,

@@ -17,7 +17,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: Namespace) -> None:
-    """Prints the scores. Raises `InputError`."""
+    """Prints the log-probabilities of the file's text. Raises `InputError`."""
     engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
     scores = engine.score(ids).tolist()
     mean = math.fsum(scores) / len(scores)

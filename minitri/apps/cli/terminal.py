@@ -26,7 +26,7 @@ SLOW = 60  # seconds to read a prompt, beyond which a line says so
 
 
 def shown(text: str) -> str:
-    """A model's text without the control characters that would command the user's terminal."""
+    """A model's text without control characters, which would command the user's terminal."""
     return CONTROLS.sub("\ufffd", text) if sys.stdout.isatty() else text
 
 

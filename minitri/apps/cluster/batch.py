@@ -20,7 +20,7 @@ MAX_GROUP = 16  # prompts, whose answers are written together
 
 
 def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
-    """Ray, and the resources of a replica; sets --threads if it is open. Raises `InputError`."""
+    """Connects to Ray; returns it and the resources of a replica. Raises `InputError`."""
     import ray
 
     local: Json = {}
@@ -40,7 +40,7 @@ def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
 
 
 def on_replicas(lines: list[jsonl.Line], args: Namespace) -> Iterator[Json]:
-    """Answers of the replicas, as soon as a group is done. Raises `InputError`."""
+    """Answers prompts by engines on a Ray cluster, in groups as they end. Raises `InputError`."""
     if args.save_kv is not None:
         raise InputError("--ray has no --save-kv; leave one of them out")
     args.seed = draw_seed() if args.seed is None else args.seed
@@ -60,12 +60,12 @@ def on_replicas(lines: list[jsonl.Line], args: Namespace) -> Iterator[Json]:
 
 @dataclass
 class Replica:
-    """An engine in a process of its own."""
+    """An engine on the Ray cluster, in a process of its own."""
 
     args: Namespace
     engine: Any = None
 
     def answers(self, lines: list[jsonl.Line]) -> list[Json]:
-        """Answers lines; the first call reads the weights."""
+        """Answers lines of --prompts; the first call reads the weights."""
         self.engine = self.engine or boot.load_engine(self.args)[0]
         return [*jsonl.answers(lines, self.args, self.engine)]

@@ -82,8 +82,8 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """Distance of two tokens' scores from the best one after a text, the larger of the two, and the
-    most that rounding explains. Scores are logits, or for T > 0 log p plus Gumbel noise."""
+    """Larger distance of two tokens' scores from the best one, and what rounding explains of it.
+    Scores, after a text, are logits, or for T > 0 log p plus Gumbel noise."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
@@ -96,7 +96,7 @@ def compare_scores(
 
 
 def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
-    """Runs the statistical test of every method; nothing at temperature 0."""
+    """Tests whether each method's samples follow the target's distribution, at temperature > 0."""
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = args.budget or 4 * args.chunk_size
     num = -(-args.num_samples // LENGTH)
@@ -122,7 +122,7 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
 def run_test(
     engine: Engine, prompts: list[list[int]], speculation: SpeculationConfig, args: Namespace
 ) -> dict[str, float]:
-    """Continues the prompts with independent random numbers; returns a p-value for every score."""
+    """Tests samples of a method after the prompts; returns a p-value for every score."""
     sampling = taken(SamplingParams, args)
     generation = GenerationConfig(LENGTH, ignore_eos=True)
     requests = [

@@ -30,7 +30,7 @@ class Martingale:
 
     @property
     def mean(self) -> float:
-        """Mean deviation of a token's score."""
+        """Mean deviation of a token's score from its expected value."""
         return self.total / max(1, self.num_tokens)
 
     @property

@@ -47,7 +47,7 @@ def table(results: list[report.Json]) -> str:
 
 
 def run_command(args: Namespace) -> int:
-    """Runs all comparisons; returns the exit code."""
+    """Runs all comparisons of the self-test; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     engine, [prompt] = boot.load_engine(args, inputs.read_prompt(args.prompt_file, args.prompt))
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch

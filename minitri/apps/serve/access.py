@@ -16,7 +16,7 @@ from minitri.core.fields import between
 
 @dataclass(frozen=True)
 class Access:
-    """Flags that say which clients may ask, and how much."""
+    """Flags of `minitri serve` that say which clients may send requests, and how many."""
 
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all."""
@@ -35,7 +35,7 @@ class Access:
 
     @functools.cached_property
     def digests(self) -> set[str]:
-        """SHA-256 of all valid keys; without any, clients need none. Raises `InputError`."""
+        """SHA-256 digests of all valid API keys; empty if none is needed. Raises `InputError`."""
         text = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
         if text is None:
             return set()
@@ -45,11 +45,11 @@ class Access:
 
     @property
     def is_for_one(self) -> bool:
-        """Whether all requests count as one client's: there is one key, or only this machine."""
+        """Whether all requests count as one client's: by one key, or all from this machine."""
         is_local = self.host == "localhost" or self.host.startswith("127.")
         return len(self.digests) == 1 if self.digests else is_local
 
 
 def digest_of(key: bytes) -> str:
-    """SHA-256 of a key: how long a comparison of digests takes says nothing about the key."""
+    """SHA-256 of an API key: the time to compare digests says nothing about the key."""
     return hashlib.sha256(key).hexdigest()

@@ -29,7 +29,7 @@ def new_id(prefix: str) -> str:
 
 
 class Writer:
-    """Answer to one call, of one text or several."""
+    """Writes the answer to one call, of one text or several, in OpenAI's JSON."""
 
     def __init__(self, call: Call, protocol: Protocol) -> None:
         asked = self._asked = call.asked
@@ -46,7 +46,7 @@ class Writer:
         }
 
     def take(self, index: int, event: Event) -> bytes:
-        """Part of the answer that an event of one text completes; empty if there is none yet."""
+        """Takes an event of one text; returns the part of the answer that is complete, or b""."""
         asked = self._asked
         choice = self._choices[index]
         if isinstance(event, End):
@@ -74,16 +74,16 @@ class Writer:
         return b""
 
     def fail(self, error: ApiError) -> bytes:
-        """End of a stream that has begun and cannot go on."""
+        """Last piece of a stream that has begun and cannot go on: the error."""
         return in_stream(error.content)
 
     def _chunk(self, *choices: Json, **others: Json) -> bytes:
-        """Piece of a stream."""
+        """Makes a piece of a streamed answer, a server-sent event."""
         return in_stream({**self._head, "choices": choices, **others})
 
     def _usage(self) -> Json:
-        """Counts of tokens. A prompt with several texts counts once; accepted predictions are the
-        tokens that the target itself did not choose."""
+        """Counts of tokens for the answer's `usage`; a prompt with several texts counts once.
+        Accepted predictions are the tokens that the target itself did not choose."""
         rows = [end.row_stats for _, end in sorted(self._ends.items())]
         first_rows = rows[:: self._asked.n]  # one for each prompt
         num_prompt = sum(row.num_prompt_tokens for row in first_rows)
@@ -100,7 +100,7 @@ class Writer:
 
 
 class Choice:
-    """One text of an answer."""
+    """State of one of the texts of an answer, a `choice` in OpenAI's JSON."""
 
     def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
@@ -110,7 +110,7 @@ class Choice:
         self._role: Json = {"role": "assistant"}  # until it is sent
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
-        """A text, or a part of it."""
+        """JSON of a text, or of a part of it that is streamed."""
         asked = self._call.asked
         choice: Json = {"index": self._index, "logprobs": None}
         if asked.num_logprobs is not None and tokens:
@@ -129,7 +129,7 @@ class Choice:
         return choice | {"finish_reason": reason}
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
-        """Pieces as a part of a message; the first one has the role."""
+        """Pieces of an answer as a chat message, or a part of one; the first has the role."""
         message = {**self._role, "content": ""}
         self._role = {}
         calls: list[Json] = []
@@ -144,7 +144,7 @@ class Choice:
         return message
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
-        """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
+        """Log-probabilities of tokens as JSON, without end-of-sequence tokens."""
         ends = () if self._call.asked.ignore_eos else self._engine.config.eos_token_ids
         entries = [
             self._entry(token.token_id, token.logprob or 0.0)
@@ -165,7 +165,7 @@ class Choice:
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        """Token as text, spelled out if it is a part of a character, and as bytes."""
+        """A token as JSON: text, spelled out if it is a part of a character, and bytes."""
         tokenizer = self._engine.tokenizer
         spelling = tokenizer.token(token_id) or ""
         text = tokenizer.decode([token_id])

@@ -6,7 +6,7 @@ from minitri.core.errors import FaultError, InputError, shorten
 
 
 class ApiError(Exception):
-    """Refused request: an HTTP status, OpenAI's code for it, and one line."""
+    """Error for a refused request: an HTTP status, OpenAI's code for it, and one line."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)

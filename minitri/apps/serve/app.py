@@ -52,7 +52,7 @@ ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
 
 
 class Answer(StreamingResponse):
-    """Response that begins with its first piece: an error before that has a status of its own."""
+    """HTTP response that begins with its first piece: earlier errors set its status."""
 
     async def stream_response(self, send: Send) -> None:
         held: list[Message] = []
@@ -68,7 +68,7 @@ class Answer(StreamingResponse):
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """Response for an error."""
+    """HTTP response that reports an error."""
     if isinstance(error, HTTPException):  # of Starlette: no such path, or method
         error.detail += f"; there are {', '.join(route.path for route in request.app.routes)}"
     refused = as_api_error(error)
@@ -77,7 +77,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 @dataclass
 class Service:
-    """Endpoints of one model, and their clients."""
+    """HTTP endpoints of one model, with the clients that use them."""
 
     protocol: Protocol
     worker: Worker
@@ -106,7 +106,7 @@ class Service:
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     def _admit(self, request: Request) -> str:
-        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
+        """Name of a request's client: its key's digest, or its address. Raises `ApiError`."""
         access = self.access
         host = request.headers.get("host", "localhost")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
@@ -123,7 +123,7 @@ class Service:
         return f"key {digest}"
 
     async def complete(self, request: Request) -> Response:
-        """Answer to a body. Its texts count from before their prompt is tokenized."""
+        """Answers a request's body. Its texts count from before their prompt is tokenized."""
         client = self._admit(request)
         media_type = request.headers.get("content-type", "")
         if not media_type.lower().startswith("application/json"):  # no page sends that unasked
@@ -148,7 +148,7 @@ class Service:
         return Answer(self._pieces(call, writer, client), media_type=media_type)
 
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
-        """Answer to a call, piece by piece, while its texts run; cancelled if the client leaves.
+        """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
         started = time.monotonic()
         has_begun = False
@@ -183,7 +183,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
-        """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
+        """Context that counts texts of a client. Raises `ApiError` if they are too many."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         num_own = self.clients[client]
@@ -200,7 +200,7 @@ class Service:
             self.clients -= Counter({client: num})
 
     async def models(self, request: Request) -> Response:
-        """All names of the model."""
+        """Lists all names of the model, an endpoint of OpenAI's API."""
         self._admit(request)
         context = self.protocol.context
         about = {"object": "model", "created": 0, "owned_by": "minitri", "max_model_len": context}
@@ -214,7 +214,7 @@ class Service:
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, with limits on connections and on the time of a request's arrival."""
+    """A uvicorn connection with limits on connections, and on the time to send a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""Page for people: a chat, in one file without outside resources."""
+"""Chat page for people in a browser: one HTML file without outside resources."""
 
 import base64
 import hashlib
@@ -8,7 +8,7 @@ PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
 def _hash(tag: str) -> str:
-    """Hash of the tag's only text in the page: nothing else is run, or gives it a style."""
+    """Digest of a tag's only text, for the page's policy that allows no other script or style."""
     text = PAGE.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 

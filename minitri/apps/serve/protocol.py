@@ -19,7 +19,7 @@ STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every to
 
 
 class Call(NamedTuple):
-    """Texts to generate, how to word the answer, and of a chat its prompt."""
+    """One call of an endpoint: texts to generate, and how to word the answer."""
 
     requests: list[Request]
     asked: Asked
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """Reader of request bodies for one model."""
+    """Reads bodies of requests for one model."""
 
     engine: Engine
     names: list[str]  # of the model; answers have the first
@@ -36,8 +36,8 @@ class Protocol(NamedTuple):
     lenient: bool  # whether unknown fields are ignored
 
     def read(self, body: bytearray, kind: type[Asked], client: str, salt: str) -> Call:
-        """The call that a body asks for. Prompts share the cache only with those of the same salt.
-        Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
+        """Makes a `Call` of a body. Raises `InputError`, or `ApiError` if OpenAI has a code for it.
+        Prompts share the cache only with those of the same salt."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
         asked = checked(kind, content, lenient=self.lenient)
@@ -72,13 +72,13 @@ class Protocol(NamedTuple):
         return Call(requests, asked, chat)
 
     def sampling_of(self, asked: Asked) -> SamplingParams:
-        """Sampling of each text, whose grammar is the form of the answer. Raises `InputError`."""
+        """Sampling settings by a body, with a grammar of the answer's form. Raises `InputError`."""
         given = without_null(vars(asked)) | {"grammar": read_form(asked.response_format)}
         return changed(self.sampling, given)
 
     def compiled(self, call: Call) -> list[Request]:
-        """The call's requests with their grammar compiled, within 3 seconds of processor time, so
-        that no step of others waits for that. Raises `InputError`."""
+        """Requests of a call, with their grammar compiled. Raises `InputError`.
+        This may take 3 seconds of processor time; no step of other requests waits for it."""
         sampling = call.requests[0].sampling
         grammar: Any = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
         start = matcher.compiled(grammar, self.engine.tokenizer, self.engine.config)
@@ -86,7 +86,7 @@ class Protocol(NamedTuple):
         return [replace(request, sampling=sampling) for request in call.requests]
 
     def generation_of(self, asked: Asked, num_prompt_tokens: int) -> GenerationConfig:
-        """When each text ends. Raises `ApiError` if the context has no room for it."""
+        """Settings for the end of each text. Raises `ApiError` if the context has no room."""
         if sum(map(len, asked.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         room = self.context - num_prompt_tokens

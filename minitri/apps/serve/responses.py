@@ -21,7 +21,7 @@ ITEMS: dict[str, tuple[str, str, Json]] = {
 
 
 class ResponseWriter(answers.Writer):
-    """Answer to one call, of one text."""
+    """Writes the answer to one call of /v1/responses, of one text."""
 
     def __init__(self, call: Call, protocol: Protocol) -> None:
         super().__init__(call, protocol)
@@ -43,7 +43,7 @@ class ResponseWriter(answers.Writer):
         return self._event("failed", response=self._response() | {"error": problem})
 
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
-        """Events of a stream that an event of the text brings about."""
+        """Makes the stream's events that follow from one event of the text."""
         if not self._number:
             yield self._event("created")
             yield self._event("in_progress")
@@ -57,7 +57,7 @@ class ResponseWriter(answers.Writer):
             yield self._event(self._status)
 
     def _response(self) -> Json:
-        """The response so far, in which counts of tokens have other names than in a chat."""
+        """JSON of the response so far; counts of tokens have other names than in a chat."""
         usage = {
             name.replace("prompt", "input").replace("completion", "output"): count
             for name, count in (self._usage() if self._ends else {}).items()
@@ -76,14 +76,14 @@ class ResponseWriter(answers.Writer):
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """Next event of a stream, by default about the whole response."""
+        """Makes the next event of the stream, by default about the whole response."""
         content = {"type": f"response.{kind}", "sequence_number": self._number}
         content |= fields or {"response": self._response()}
         self._number += 1
         return b"event: response.%b\n" % kind.encode() + answers.in_stream(content)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """Event about the latest item."""
+        """Makes an event of the stream about the latest item."""
         return self._event(
             kind,
             item_id=self._items[-1]["id"],
@@ -93,7 +93,7 @@ class ResponseWriter(answers.Writer):
         )
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Events about pieces of the answer."""
+        """Makes the events of the stream about parsed pieces of the answer."""
         for piece, text, name in pieces:
             if piece == "call":
                 call_id = answers.new_id("call_")
@@ -113,14 +113,14 @@ class ResponseWriter(answers.Writer):
                 yield self._item_event(f"{part}.delta", delta=text, logprobs=[])
 
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
-        """Begins an item."""
+        """Begins an item of the response: a message, or a call."""
         yield from self._close("completed")
         item = {"id": answers.new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         yield self._item_event("output_item.added", item=item)
 
     def _close(self, status: str) -> Iterator[bytes]:
-        """Ends the latest item, if there is one."""
+        """Ends the latest item of the response, if there is one."""
         for item in self._items[-1:]:
             item["status"] = status
             for part in item.get("content", ()):

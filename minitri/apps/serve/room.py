@@ -1,4 +1,4 @@
-"""Size of a server: rows of its batch that fit the memory it may take."""
+"""Size of a server: how many rows of its batch fit into the memory that it may take."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ SHARE = 0.6  # of the memory that is free before weights are read, by default
 def choose_rows(
     models: Models, shape: MemoryShape, gib: float | None, *, fewest: int
 ) -> tuple[int, float]:
-    """Rows of a shape, or fewer, that fit `gib` (None: `SHARE` of the free memory), and the GiB
-    that they take with the weights. Raises `InputError` where `fewest` do not fit."""
+    """A shape's number of rows, or fewer, that fit into `gib` of memory, with the weights.
+    `gib` None: `SHARE` of what is free. Also the GiB taken. Raises `InputError` below `fewest`."""
     needs = demand_of(models, shape)
     on_device, on_host = room_for(models.target, needs)
     loaded = {models.target, models.retrieval, models.draft}

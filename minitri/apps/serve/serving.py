@@ -61,7 +61,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: Namespace) -> None:
-    """Answers requests until Ctrl-C."""
+    """Starts the server that the flags describe; it answers requests until Ctrl-C."""
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.digests or access.is_for_one)
@@ -99,7 +99,7 @@ def open_worker(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
-    """Worker of a warmed-up run; its rows, their tokens, and GiB. Raises `InputError`."""
+    """Starts a worker with a warmed-up run; returns it, its rows, their tokens, and GiB."""
     from minitri.apps.serve.room import choose_rows
     from minitri.worker import Worker
 

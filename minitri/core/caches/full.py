@@ -32,7 +32,7 @@ class FullCache(Cache):
 
     @property
     def on_chip(self) -> int:
-        """Layers whose keys and values stay on the device."""
+        """Number of layers whose keys and values stay on the device."""
         return self.keys.shape[0]
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -51,7 +51,7 @@ class FullCache(Cache):
         return keys.index_select(2, places_T), values.index_select(2, places_T)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
-        """Writes one layer's K and V of the first T tokens of the empty row b, for `restore`."""
+        """Writes one layer's K and V of the first T tokens of the empty row b, before `restore`."""
         for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
@@ -62,7 +62,7 @@ class FullCache(Cache):
 
 @dataclass(frozen=True)
 class HeldRow:
-    """A row of a full cache with K and V of a text, which is ended, in progress or a snapshot's."""
+    """K and V of a text, ended, in progress or from a snapshot, in a row of a full cache."""
 
     full: FullCache  # the cache that has the row
     b: int  # the row in `full`
@@ -78,5 +78,5 @@ class HeldRow:
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
     def num_shared(self, tokens: list[int], owner: str) -> int:
-        """Number of first tokens that an owner's text shares; 0 if the owner may not reuse."""
+        """Number of first tokens in common with an owner's text; 0 if the owner may not reuse."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

@@ -28,8 +28,8 @@ NEIGHBOR = 0.99  # least share of a chunk's score that the next one gets; below 
 
 
 class Policy:
-    """Scores chunks: derive from it, write `scores`, and give an object to
-    `SpeculationConfig(policy=...)`. Every run works with a deep copy."""
+    """Base class of policies, which score chunks of the KV cache: derive from it, write `scores`.
+    Give an object to `SpeculationConfig(policy=...)`. Every run works with a deep copy."""
 
     wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
@@ -46,8 +46,8 @@ class Policy:
 
 
 class ChunkRetrieval(Policy):
-    """The paper's policy: attention to the mean key of each chunk (TriForce, section 4.1). The
-    chunk after one of a high score gets a high score, too: a fact may cross their border."""
+    """The paper's policy: attention to the mean key of each chunk (TriForce, section 4.1).
+    A chunk after one of a high score gets a high score, too: a fact may cross their border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))

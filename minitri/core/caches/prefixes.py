@@ -17,13 +17,13 @@ class Store(Protocol):
     """Interface of a store of prompts' K and V that engines share; see `files/kv_store.py`."""
 
     def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
-        """The longest stored prefix of an owner's text, or `held` if none is longer."""
+        """K and V of the longest stored prefix of `tokens`, or `held` if that is as long."""
 
     def write(self, source: HeldRow) -> None:
         """Queues the K and V of a prompt to be stored; does not wait for the write."""
 
     def close(self) -> None:
-        """Waits until all queued prompts are stored."""
+        """Closes the store after all queued prompts are written."""
 
 
 class PrefixCache:
@@ -78,13 +78,13 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_place(self, places: list[int], prompt: list[int], owner: str) -> int:
-        """The best of the free rows `places` for a prompt: shares most, loses least other text."""
+        """Chooses a free row of `places` for a prompt: most shared tokens, fewest tokens lost."""
         rows = [self._ended[b] for b in places]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills the empty row b with K and V of the longest held prefix of its prompt `texts[b]`,
-        at most `most` tokens; returns how many. `texts` are the texts of all rows."""
+        """Fills the empty row b with K and V of the longest held prefix of its prompt `texts[b]`.
+        Returns how many tokens, at most `most`. `texts` are the texts of all rows."""
         prompt = texts[b]
         self._num_prompt[b] = len(prompt)
         owner = self.owners[b]
@@ -107,7 +107,7 @@ class PrefixCache:
         return num_tokens
 
     def publish(self, b: int, tokens: list[int]) -> None:
-        """Stores these tokens of row b's prompt, which were read, for other engines."""
+        """Stores K and V of these first tokens of row b's prompt for other engines."""
         if self.store and not self.snapshot:  # which may be of another device
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 

@@ -45,7 +45,7 @@ class RetrievedRow:
 
 
 class RetrievalCache(Cache):
-    """A KV cache of selected tokens, `budget` of each row of a full cache, and of one block."""
+    """KV cache of `budget` relevant tokens of each row of a full cache, and of one new block."""
 
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
@@ -83,14 +83,14 @@ class RetrievalCache(Cache):
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
-        """Adds rotated queries of the T tokens by which row b of the full cache has grown."""
+        """Notes rotated queries of T tokens by which row b has grown, for the next selection."""
         W = self._settings.observation_window
         earlier = self._queries[b] if queries_LTHD.shape[1] < W else []
         self._queries[b] = [*earlier, queries_LTHD[:, -W:].clone()][-W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """In a pass of the target: rebuilds `layer` of the rows that are due, from its K and V."""
+        """Called in a pass of the target: rebuilds one layer of the rows that are due for it."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)
@@ -149,8 +149,8 @@ class RetrievalCache(Cache):
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last,
-        for the observed queries and `query_HD`; sinks and recent tokens are always kept."""
+        """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last.
+        By the observed queries and `query_HD`; sinks and recent tokens are always kept."""
         if layer in self._windowed:
             return
         M = self._settings.chunk_size

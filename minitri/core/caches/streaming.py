@@ -17,7 +17,7 @@ from minitri.core.settings import SLIDE, SpeculationConfig
 
 
 class StreamingCache(Cache):
-    """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
+    """KV cache of sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
         """Allocates an empty cache. Raises `InputError` if its window exceeds the drafter's."""

@@ -33,8 +33,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` predicts a round; without `use_clock` measured times
-        do not count. With it the first of `plans` is used until the target has been timed."""
+        """Makes a tuner; `prior_seconds(stage, num_guesses)` predicts the seconds of a round.
+        With `use_clock` measured times count, and `plans[0]` is used until the target is timed."""
         self.plan = plans[0]
         self._plans = plans
         self.prior_seconds = prior_seconds
@@ -50,7 +50,7 @@ class Autotuner:
         self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
-        """Chooses the plan of the next step; with a clock the first until the target is timed."""
+        """Chooses the plan of the next step, by predicted tokens per second of decoding."""
         unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
         if not self._use_clock or "target" in self._factors:
             if _proposers(self.plan) or self._num_choices % PAUSE == 0:
@@ -79,12 +79,12 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Records a verdict on one row's guesses by stage `proposer`, whoever the verifier was."""
+        """Records how many guesses by stage `proposer` for one row were tested and accepted."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
     def tokens_per_second(self, plan: StepPlan) -> float:
-        """Predicted tokens per second of steps by a plan."""
+        """Predicted tokens per second of decoding by this plan."""
         length = float(plan.gamma1)
         tree = num_nodes(plan.tree)
         num_guesses = tree or length
@@ -110,7 +110,7 @@ class Autotuner:
         return accepted / tested
 
     def _cost(self, stage: str, num_guesses: float) -> float:
-        """Predicted seconds of a stage's round; an untimed stage has the target's factor."""
+        """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
         return self._factors.get(stage, default) * self._prior(stage, round(num_guesses))
 
@@ -123,5 +123,5 @@ def _proposers(plan: StepPlan) -> list[str]:
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:
-    """Expected tokens per round, with the verifier's own, at this acceptance rate per guess."""
+    """Expected tokens of a round: accepted guesses, by their rate, and the verifier's own token."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)

@@ -40,8 +40,8 @@ class Cascade:
     """The stages of a run and the texts they extend; `step` is one step of speculative decoding."""
 
     def __init__(self, sequences: Rows, meter: Meter, target: Level, *below: Stage | None) -> None:
-        """`sequences`, each row's tokens, grow in place; the tuner of `meter` chooses plans. The
-        stages `below` the target are a drafter and a retrieval level, if there are any."""
+        """Joins the stages: the `target`, and `below` it a drafter and a retrieval level, if any.
+        `sequences`, each row's tokens, grow in place; the tuner of `meter` chooses plans."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # rows that have started and not ended
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
@@ -65,7 +65,7 @@ class Cascade:
         return self._target.verify(self.sequences, starting, Proposal.nothing(len(starting)))
 
     def catch_up(self) -> None:
-        """Runs `Stage.prepare` right after `start`, so that its time counts as prefill."""
+        """Prepares the stages right after `start`, so that the time of this counts as prefill."""
         self._connect(self._meter.tuner.plan)
         self._meter.clock.settle()  # waits for the device
 

@@ -35,13 +35,13 @@ class Stage:
         raise NotImplementedError
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
-        """Captures the CUDA graphs of functions of this stage that steps of these plans call."""
+        """Captures, before the first step, the CUDA graphs that this stage needs in these plans."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before each step that uses the stage; `sequences` have no guesses then."""
+        """Brings the stage up to date with committed `sequences`, before a step that uses it."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops state of each row b after its first `lengths[b]` tokens: the rest was rejected."""
+        """Drops state after the first `lengths[b]` tokens of each row b: the rest was rejected."""
 
     def reset(self, b: int) -> None:
         """Drops all state of row b, whose text has ended."""
@@ -85,7 +85,7 @@ class Level(Stage):
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
-        """Samples `gamma` tokens of every active row on the device, in one call if possible."""
+        """Guesses `gamma` tokens of every active row by its own model, as no stage is below."""
         starts = [len(sequence) for sequence in sequences]
         self.stats.num_rounds += self.gamma * sum(active)
         with self._meter.timed_round(self.stats, num_tokens=self.gamma):
@@ -106,7 +106,7 @@ class Level(Stage):
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """One round: the stage below guesses for `guessing` rows; verifies all `active` rows."""
+        """One round: the stage below guesses for `guessing` rows; `active` rows are verified."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):
@@ -137,8 +137,8 @@ class Level(Stage):
         return rows
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a proposal in one pass, and appends the outcome to the active rows: at least one
-        token each, or none if p or q is not finite."""
+        """Verifies a proposal in one pass of the model; appends emitted tokens to the active rows.
+        Each gets at least one token, or none if p or q is not finite."""
         output = self.runner.next_probs(sequences, active, proposal)
         starts = [len(sequence) for sequence in sequences]
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
@@ -151,7 +151,7 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Appends emitted tokens; drops rejected guesses from this cache and those below."""
+        """Appends emitted tokens to the texts; drops rejected guesses from caches, also below."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens

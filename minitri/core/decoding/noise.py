@@ -17,7 +17,7 @@ _MIX2 = -7723592293110705685
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """argmax(log p + g), a sample from p, for distributions (..., V) and int64 keys (...)."""
+    """Samples tokens from p, (..., V), by int64 keys (...): argmax(log p + Gumbel noise)."""
     return gumbel_scores(probs, keys).argmax(-1)
 
 
@@ -32,13 +32,13 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """`gumbel_scores` by noise of the whole vocabulary, without a host sync."""
+    """Like `gumbel_scores`, by noise of the whole vocabulary, without a host sync."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
 
 def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Gumbel noise of each (key, number), float64."""
+    """Gumbel noise for each pair of a noise key and a number, such as a token id; float64."""
     return -(-hashed_uniforms(keys, numbers).log()).log()
 
 

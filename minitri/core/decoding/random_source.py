@@ -42,8 +42,8 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Random numbers (B, N + 1), on the host, to verify `counts[b]` guesses from position
-        `starts[b]` on, and the last for the token after them; inactive rows draw none."""
+        """Random numbers (B, N + 1), on the host, to verify N guesses and sample the token after.
+        Row b has `counts[b]` guesses, from position `starts[b]` on; inactive rows draw none."""
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
@@ -54,7 +54,7 @@ class RandomSource:
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """Verifies a proposal by the distributions p: the tokens that each active row emits."""
+        """Verifies a proposal by the verifier's distributions p; returns rows' emitted tokens."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         rows = decide(self.rule, proposal, probs_BNV, numbers_BN)
         return [tokens if on else [] for tokens, on in zip(rows, active, strict=True)]

@@ -24,7 +24,7 @@ def triforce(
     gamma2: int,
     uniform: Callable[[], float],
 ) -> list[int]:
-    """Generates at least `num_tokens` tokens after the prompt, distributed as the target's samples;
+    """Generates at least `num_tokens` tokens after the prompt, by the target's distribution.
     `uniform` draws independent numbers from [0, 1). Whether another round runs depends on the
     number of guesses alone, and no emitted token is discarded: so the distribution is exact."""
     text = [*prompt, sample_one(target(prompt), uniform())]
@@ -49,7 +49,7 @@ def triforce(
 def verify_one(
     guesses: list[int], q: list[Probs], p: list[Probs], uniforms: list[float]
 ) -> list[int]:
-    """The accepted guesses and one more token: recovered after a rejection, else the bonus token.
+    """Returns the accepted guesses and one more token: recovered after a rejection, else bonus.
     Guess i was sampled from `q[i]`, and `p[i]` is the verifier's distribution there. One uniform
     number is for each test, and one for the last token (Leviathan et al. 2023, algorithm 1)."""
     for i, token in enumerate(guesses):

@@ -19,16 +19,16 @@ TOP_P_PREFIXES = (512, 4096)  # likeliest tokens that top-p tries before it sort
 
 
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
-    """The next-token distributions (N, V): temperature (0 is exactly one-hot), then top-k, top-p
-    and min-p, each applied to the tokens that the ones before it kept."""
+    """Next-token distributions (N, V) of logits by the sampling settings of one text.
+    Temperature (0 is exactly one-hot), then top-k, top-p and min-p, each on what is left."""
     if params.temperature == 0:
         return greedy_probs(logits_NV)
     return filtered_probs(logits_NV, params, params.numbers, sort_all=logits_NV.is_cuda)
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """Next-token distributions (N, V) in a captured CUDA graph: `filters` says which filters are
-    on, `numbers_3` (`SamplingParams.numbers`) has their values on the device. No host sync."""
+    """Next-token distributions (N, V) of logits, without a host sync, for captured CUDA graphs.
+    `filters` says which filters are on, `numbers_3` (`SamplingParams.numbers`) has their values."""
     probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -72,8 +72,8 @@ def filtered_probs(
 
 
 def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
-    """The lowest score (N, 1) in the smallest set of tokens of mass `top_p`. Unless `sort_all`, the
-    host looks at the likeliest tokens first, and at more of them if a row needs more."""
+    """The lowest score (N, 1) that top-p keeps, in the smallest set of tokens of mass `top_p`.
+    Unless `sort_all`, the host looks at the likeliest tokens first, at more if a row needs more."""
     V = scores_NV.shape[-1]
     log_totals_N1 = scores_NV.logsumexp(-1, keepdim=True)
     for size in (*TOP_P_PREFIXES, V):
@@ -88,8 +88,8 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row (N,) by inverse CDF, from float64 numbers in [0, 1); rows need not sum to
-    1. A token of probability 0 is never sampled on a CPU, and at odds of 1e-11 on CUDA."""
+    """Samples one token per row (N,) by inverse CDF, from float64 numbers in [0, 1).
+    Rows need not sum to 1. Tokens of probability 0: none on a CPU, at odds of 1e-11 on CUDA."""
     cdf_NV = running_sums(probs_NV)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
@@ -111,13 +111,13 @@ def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
-    """Extends distributions to `vocab_size` tokens, as a drafter may lack some, with zeros."""
+    """Extends distributions to `vocab_size` tokens by zeros, as a drafter may lack some tokens."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Unfiltered log-probabilities of N tokens, each with the `num_top` likeliest at its place."""
+    """Log-probabilities of N tokens before all filters, each with the `num_top` likeliest there."""
     scores_NV = logits_NV.log_softmax(-1)
     scores = scores_NV[range(len(tokens)), tokens].tolist()
     best_NM, ids_NM = scores_NV.topk(min(num_top, scores_NV.shape[1]))

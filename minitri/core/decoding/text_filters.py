@@ -24,16 +24,16 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why the matcher has failed, in one line."""
+        """Why the grammar's matcher has failed, in one line."""
 
     def extend(self, tokens: list[int]) -> None:
         """Advances the matcher by committed tokens of the text."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Boolean (V,): tokens that may not follow the committed text and `path`; None: failed."""
+        """Boolean (V,): tokens that may not follow committed text and `path`; None: it failed."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens that the grammar forces after the committed text and `path`; none if several."""
+        """Tokens of the only text that may follow committed text and `path`; none for a choice."""
 
 
 class TextFilters:
@@ -49,7 +49,7 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """Forbids `bad_words` (token ids), and `end_tokens` before `params.min_tokens` others."""
+        """Forbids `bad_words` (token ids), and `end_tokens` in the first `params.min_tokens`."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -77,8 +77,8 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes in place the logits after each path. A filter that would forbid all tokens is
-        skipped: so the grammar, which comes first, wins over bad words and `min_tokens`."""
+        """Changes logits in place by all filters; each path has the guesses before its place.
+        A filter that would forbid all tokens is skipped: so the grammar wins over later ones."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
             if self.matcher:
@@ -107,7 +107,7 @@ class TextFilters:
         return tokens
 
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Applies bias and penalties, in the order of vLLM, with OpenAI's meaning."""
+        """Applies bias and penalties of repetition, in vLLM's order, with OpenAI's meaning."""
         counted = paths if self._counts_output else []
         V = logits_NV.shape[1]  # a drafter's vocabulary may be smaller
         guessed = [(n, token) for n, path in enumerate(counted) for token in path if token < V]
@@ -138,7 +138,7 @@ class TextFilters:
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """Copies logits of B rows with penalties and grammar; `paths`: tokens before each place."""
+    """Logits of B rows, copied and changed by text filters; `paths`: guesses before each place."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
         if row_filters and row:
@@ -153,8 +153,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and place of its block the tokens between the committed text and that place:
-    the first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
+    """For each row and place of its block, the guesses between committed text and that place.
+    The first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

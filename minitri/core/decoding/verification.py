@@ -40,7 +40,7 @@ class Proposal:
 
     @classmethod
     def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **fields: Any) -> Self:
-        """A proposal of tokens given as lists on the host; `fields` are other fields of it."""
+        """A proposal made of lists of tokens on the host; `fields` are its other fields."""
         counts = [len(row) for row in tokens]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
         tokens_BN = torch.tensor(padded, dtype=torch.int64)
@@ -53,7 +53,7 @@ class Proposal:
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
     def with_forced(self, forced: Rows, origin: str) -> Self:
-        """A copy in which a row's forced tokens, if any, replace its guesses, with one-hot q."""
+        """A copy in which tokens that a grammar forces replace a row's guesses, with one-hot q."""
         tokens = [new or old for new, old in zip(forced, self.tokens, strict=True)]
         pairs = zip(forced, self.origins, strict=True)
         origins = [[origin] * len(new) or old for new, old in pairs]
@@ -87,7 +87,7 @@ class Output:
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
     ) -> "Emitted":
-        """Tokens for row b that were sampled from the distributions at `places` of its block."""
+        """The `Emitted` of row b, for tokens from the distributions at `places` of its block."""
         return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
 
 
@@ -141,7 +141,7 @@ class Verdict(NamedTuple):
     tokens_BN: Tensor  # the guesses
 
     def to_host(self) -> Rows:
-        """Accepted guesses and next token of each row, no token if p or q is not finite."""
+        """Each row's tokens: accepted guesses and the next one; none if p or q is not finite."""
         # One copy from the device, for which the host waits.
         packed_B3 = torch.stack((self.num_accepted_B, self.next_B, self.finite_B), 1)
         rows = torch.cat((packed_B3, self.tokens_BN), 1).tolist()
@@ -154,7 +154,7 @@ without a host sync."""
 
 
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
-    """For `RandomSource.verify`: each row's accepted guesses and one token, none if failed."""
+    """Applies a rule to a proposal: each row's accepted guesses and one token, none if failed."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]

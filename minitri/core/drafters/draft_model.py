@@ -17,7 +17,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: slides the windows; rereads rows that lack more than a block of tokens."""
+        """Slides the windows before a step; rereads rows that lack more than a block of tokens."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
@@ -26,7 +26,7 @@ class DraftRunner(ModelRunner):
         self.cache.slide()
 
     def can_guess(self, source: RandomSource) -> bool:
-        """Whether `guess` serves all rows, whose random numbers come from `source`."""
+        """Whether `guess` can draft for all rows by random numbers of this source."""
         # A call of compiled kernels takes uniform numbers, not noise.
         is_one_call = self.model.execution.draft_round and not isinstance(source, CoupledSource)
         return bool(self.graphs or is_one_call) and not any(self.text_filters)

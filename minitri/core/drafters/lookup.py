@@ -45,7 +45,7 @@ class GrowingText:
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: list[int], gamma: int) -> list[int]:
-        """Up to `gamma` guesses after `sequence`: committed tokens, and unverified guesses."""
+        """Guesses up to `gamma` tokens after `sequence`: the committed text and earlier guesses."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
         if guess:
@@ -58,8 +58,8 @@ class GrowingText:
         return guess
 
     def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """The longest earlier match of the last tokens of `sequence`: its length, at least 2, and
-        the `limit` tokens after it, cyclic if fewer follow."""
+        """Finds the longest earlier match, of 2 tokens or more, of the last tokens of `sequence`.
+        Returns its length and the `limit` tokens after it, cyclic if fewer follow."""
         tokens = self.tokens
         best = 1
         end = 0

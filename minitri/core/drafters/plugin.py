@@ -27,10 +27,10 @@ TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, due to 
 
 
 class Drafter(Protocol):
-    """Guesses the next token: give such an object to `minitri.load(..., drafter=...)`."""
+    """Interface of a user's drafter, given as an object to `minitri.load(..., drafter=...)`."""
 
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
-        """The next token: an id, or a distribution over the vocabulary (V,); None ends the round.
+        """Guesses the next token: an id, or a distribution (V,); None ends the round.
         `tokens` are the prompt, the output and the guesses so far of text number `row`. A later
         call for the row may continue them, drop rejected guesses, or begin another text."""
 

@@ -71,8 +71,8 @@ class Window:
     def __init__(
         self, positions_BT: Tensor, rule_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
-        """Windows of `size` tokens, of which at most `reach` are cached. `slots_BN` has the slots
-        of all tokens that the block sees, its own last."""
+        """Makes windows of `size` tokens, of which at most `reach` are cached.
+        `slots_BN` has the slots of all tokens that the block sees, its own last."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text
@@ -85,7 +85,7 @@ class Window:
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
     ) -> Tensor:
-        """An `Attend`, whose other arguments the window has: lengths and rule."""
+        """Attention within the windows, which ignores the arguments for lengths and rule."""
         T, H = q_BTHD.shape[1:3]
         K = keys_BKSD.shape[1]
 

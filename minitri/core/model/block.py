@@ -30,8 +30,8 @@ def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
 
 
 def unpack_block(packed_4BT: Tensor) -> Block:
-    """The `Block` of a tensor that `pack_block` made, which is now on the model's device. Short
-    blocks on a GPU take their slots from it, as a CUDA graph may hold the pass."""
+    """The `Block` in a tensor of `pack_block` that is now on the model's device.
+    Short blocks on a GPU take their slots from it, as a CUDA graph may hold the pass."""
     tokens_BT, positions_BT, slots_BT, _ = packed_4BT
     has_slots = packed_4BT.is_cuda and packed_4BT.shape[2] <= LONGEST_BLOCK
     return Block(tokens_BT, positions_BT, slots_BT if has_slots else None)
@@ -40,9 +40,9 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Tensor:
-    """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer: token
-    ids, positions, cache slots, and the places from each row's last token on, where outputs are
-    read. Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
+    """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer.
+    It has token ids, positions, slots, and the places of outputs, from each row's last token on.
+    Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     tokens_BT.clamp_(max=model.config.vocab_size - 1)

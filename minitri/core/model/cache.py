@@ -118,7 +118,7 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves the tokens at the rising places `path` of row b's block right after its first."""
+        """Keeps one path of a tree: moves tokens at `path` in row b's block after its first one."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 

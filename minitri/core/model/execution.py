@@ -34,7 +34,7 @@ class Ranks:
         return x
 
     def ask_first(self, ask: Callable[[], Answer]) -> Answer:
-        """The result or exception of `ask`, which is called on rank 0 alone."""
+        """Calls `ask` on rank 0 alone; all ranks return its result or raise its exception."""
         return ask()
 
     def least(self, value: float) -> float:
@@ -62,5 +62,5 @@ class Execution:
 
     @property
     def fingerprint(self) -> str:
-        """What `identify` says, which takes a second for 2 GB. Raises `InputError`."""
+        """Digest of the files of weights, which takes a second for 2 GB. Raises `InputError`."""
         return self.identify()

@@ -40,7 +40,7 @@ class Block:
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """A copy with `tokens_BN` at the places `places_BN`; places past the end are ignored."""
+        """A copy with guesses `tokens_BN` at `places_BN`; places past the block are ignored."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         tokens_BT = padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1]
@@ -61,7 +61,7 @@ class Llama(nn.Module):
         target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
+        """Makes the network without weights; `target` lends a drafter its embedding table."""
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -106,16 +106,16 @@ class Llama(nn.Module):
         *,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache; call
-        `cache.advance` with the tokens to keep. For `rule_TT` see `attention.py`. `queries_LBTHD`
-        is filled with rotated queries of the block's last tokens. With `is_prompt` short blocks are
-        computed like long ones: to the bit, K and V do not depend on the chunks."""
+        """Final hidden states (B, T, E) of a block, whose K and V are written into the cache.
+        Call `cache.advance` with the tokens to keep. For `rule_TT` see `attention.py`.
+        `queries_LBTHD` gets rotated queries of the block's last tokens. With `is_prompt` blocks
+        are computed like long ones: to the bit, K and V do not depend on the chunks."""
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
 
     def windowed(self, shared: "Pass") -> "Pass":
-        """A pass with what layers with a sliding window need, if there are any."""
+        """Adds to a pass what layers with a sliding window need, if there are any."""
         if not (size := self.config.window):
             return shared
         block, reach = shared.block, shared.cache.capacity
@@ -253,7 +253,7 @@ class WideNorm(RMSNorm):
 
 
 def norm_heads(norm: RMSNorm, x_BTXD: Tensor) -> Tensor:
-    """Norm of each head, or of all heads of a token together, as wide as its weights are."""
+    """Normalizes each head, or all heads of a token together if the norm has as many weights."""
     return norm(x_BTXD.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(x_BTXD.shape)
 
 

@@ -23,8 +23,8 @@ class Rotary:
     signed_sin: Tensor  # negative in the first half of D
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
-        """Rotates every head; same shape and dtype as the input. Dimension i pairs with i + D/2, so
-        swapped halves and a sine that is negative in the first give x cos + (-x2, x1) sin."""
+        """Rotates every head of the input; returns the same shape and dtype.
+        Dimension i pairs with i + D/2: swapped halves, signed sines give x cos + (-x2, x1) sin."""
         x = x_BTHD.float()
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)
@@ -48,8 +48,8 @@ class Rope:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies of the pairs that rotate, at most D/2, in float32, radians per token, and
-    the factor for cos and sin: RoFormer (plain), kaiokendev's position interpolation (linear),
+    """Inverse frequencies of at most D/2 pairs in radians per token, and a factor for cos and sin.
+    In float32. Sources: RoFormer (plain), kaiokendev's position interpolation (linear),
     Meta's Llama 3.1 release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn),
     "LongRoPE" section 3 (longrope)."""
     head_dim = config.rotary_dim or head_dim
@@ -71,7 +71,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
-    """llama3: share (D/2,) of each frequency without interpolation: 0 for long waves, else 1."""
+    """Share (D/2,) of each frequency that llama3 scaling keeps: 0 for long waves, rising to 1."""
     assert config.original_context
     turns = config.original_context * plain / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -79,7 +79,7 @@ def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN: share (D/2,) of each frequency without interpolation: 1, a linear ramp, then 0."""
+    """Share (D/2,) of each frequency that YaRN keeps: 1, then a linear ramp, then 0."""
     assert config.original_context
 
     def dimension_turning(times: float) -> float:

@@ -42,7 +42,7 @@ class HostMemory:
 
 @torch.inference_mode(False)  # the memory may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation."""
+    """Allocates uninitialised bytes, for a GPU page-locked: copies run next to the computation."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

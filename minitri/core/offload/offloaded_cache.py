@@ -66,7 +66,7 @@ class OffloadedFullCache(FullCache):
         self._subscriber: weakref.ref[RetrievalCache] | None = None
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Makes passes call `cache.select` on every layer while it is on the device; None: not."""
+        """Makes passes call `cache.select` on each layer while it is on the device; None: not."""
         # A cycle of strong references would keep both after the run.
         self._subscriber = weakref.ref(cache) if cache else None
 
@@ -187,8 +187,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """One row of an offloaded cache up to a length, for layer-major prefill: a layer reads block
-    after block, whose K and V stay in the layer's buffer, before the next layer begins."""
+    """One row of an offloaded cache, up to a length, as the cache of layer-major prefill.
+    A layer reads all blocks, whose K and V stay in its buffer, before the next one begins."""
 
     is_hosted = True
 

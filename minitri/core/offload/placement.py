@@ -129,7 +129,7 @@ class Demand:
 
 
 def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
-    """Largest number of layers whose KV cache fits on the device. Raises `InputError` if none."""
+    """Largest allowed number of layers whose KV cache fits on the device. Raises `InputError`."""
     L = needs.config.num_layers
     choices = needs.placements
     room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE

@@ -13,8 +13,8 @@ KINDS = {"pointers": ctypes.c_void_p, "integers": ctypes.c_int64, "doubles": cty
 
 
 def layout(**names: str) -> list[tuple[str, Any]]:
-    """Entries of `_fields_` by kind, in the order given: the names of some pointers, integers or
-    doubles."""
+    """Entries for ctypes' `_fields_`, by the names of the fields of each kind.
+    Kinds, in the order given, are pointers, integers and doubles."""
     return [(name, KINDS[kind]) for kind, text in names.items() for name in text.split()]
 
 

@@ -62,8 +62,8 @@ def has_kernels() -> bool:
 
 
 def let_threads_sleep() -> None:
-    """Called before PyTorch is imported: its waiting threads would spin on the cores of the
-    kernels; with them asleep prompts are read 1.5 times as fast. Without kernels they may spin."""
+    """Called before PyTorch is imported, so that its idle threads sleep while kernels compute.
+    Spinning threads take cores: prompts are read 1.5 times as fast. Without kernels they spin."""
     is_set = "GOMP_SPINCOUNT" in os.environ  # by the user, or by an earlier call
     if not is_set and os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
         os.environ["GOMP_SPINCOUNT"] = "1000"
@@ -83,13 +83,13 @@ def candidates() -> Iterator[Path]:
 
 
 def wheel_name(level: str = "*", compiler: str = "*") -> str:
-    """Name of a library in a wheel; by default the pattern of all that fit SOURCE."""
+    """Name of a kernel library in a wheel; by default a pattern of all that fit SOURCE."""
     return f"{SOURCE.stem}-{level}-{_digest()}-{compiler}.so"
 
 
 def built_library() -> Path:
-    """Path of the library that was built here, in a folder that no other user can write to. Raises
-    `OSError` or `InputError`."""
+    """Path of the library that was built here, in a folder that no other user can write to.
+    Raises `OSError` or `InputError`."""
     folder = weights_folder() / "kernels"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -99,7 +99,7 @@ def built_library() -> Path:
 
 
 def identity(library: ctypes.CDLL) -> str:
-    """Digest of a library's name and the processor: they decide bits. Raises `OSError`."""
+    """Digest of library and processor, which decide how results are rounded. Raises `OSError`."""
     return _digest(Path(library._name).name, *_instructions())
 
 

@@ -24,7 +24,7 @@ class DraftRound:
     """A draft model on compiled kernels that guesses whole rounds: see `model.execution.Round`."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """`model` uses the embedding table of `lender`, in the same dtype, or its own."""
+        """Drafts with `model`; `lender`, another model or itself, has its embedding table."""
         assert isinstance(model.layers, KernelLayers)
         self._layers = model.layers
         self._model = model

@@ -49,7 +49,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Takes over bias and weights of `like`; `packed_NX`, if given, replaces the weights."""
+        """Makes a layer with bias and weights of `like`; `packed_NX`, if given, replaces these."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
@@ -65,9 +65,9 @@ class KernelLinear(Linear):
         return product_RN.view(*x.shape[:-1], -1)
 
     def multiply(self, x: Tensor, kernel: str = "linear", *, is_wide: bool = False) -> Tensor:
-        """The layer by a compiled kernel, in the dtype of x, or float32 if `is_wide`. The `kernel`
-        "linear" is for few rows, "product" for many: with plain weights it sums over E in order, in
-        float32. With either a row's bits depend neither on other rows nor on their number."""
+        """Computes the layer by a compiled kernel, in the dtype of x, or float32 if `is_wide`.
+        Kernel "linear" is for few rows, "product" for many: with plain weights it sums over E in
+        order, in float32. With either a row's bits do not depend on other rows or their number."""
         x = x.contiguous()
         E = x.shape[-1]
         N = self.out_features
@@ -110,7 +110,7 @@ class KernelHead(KernelLinear):
 
 
 class KernelTable(KernelLinear, Table):
-    """Embedding table, quantized or not, of which rows alone are read."""
+    """Embedding table, quantized or not, of which only the rows of given tokens are read."""
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.plain_weight(self.dtype, numbers.flatten().contiguous()).view(
@@ -242,8 +242,8 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 
 
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
-    """Replaces linear layers by empty quantized ones where a file has their weights quantized;
-    returns views of these to fill, by the file's names. `places` has the views of weights that
+    """Replaces linear layers by empty quantized ones where a file has quantized weights.
+    Returns views of these to fill, by the file's names. `places` has the views of weights that
     tensors fill. If q, k and v have different forms, the fused projection becomes three; tensors of
     other fused projections must have one form, or be fused in the file."""
     names_at: dict[int, list[str]] = {}  # names of tensors by the memory that they fill

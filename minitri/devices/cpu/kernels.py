@@ -52,8 +52,8 @@ class Kernels:
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
-        """Whether kernels multiply many rows with weights of this form faster than PyTorch, or, as
-        those in few bits are dequantized for it, hardly slower, and few rows much faster."""
+        """Whether to multiply many rows with weights of this form by kernels, not by PyTorch.
+        Yes where it is faster, or, for few bits, hardly slower, and few rows are much faster."""
         return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
@@ -64,8 +64,8 @@ class Kernels:
 
     @contextlib.contextmanager
     def threads(self, count: int | None = None) -> Iterator[None]:
-        """Context in which PyTorch uses `count` threads, by default all, to read prompts; in steps
-        it uses one, as more would compete with the kernels."""
+        """Context in which PyTorch uses `count` threads, by default all, to read prompts.
+        In steps it uses one, as more would compete with the kernels."""
         with self._one_at_a_time:
             torch.set_num_threads(count or self.num_threads)
             try:
@@ -84,7 +84,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention as `Attend` says; row-invariant among short blocks, and among long ones."""
+        """Attention by a compiled kernel; row-invariant among short blocks, and among long ones."""
         B, T, H, D = q_BTHD.shape
         out_BTHD = q_BTHD.new_empty(B, T, H, D)
         arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, H=H)
@@ -103,8 +103,8 @@ class Kernels:
         lengths: list[int],
         rule_TT: Tensor | None = None,
     ) -> None:
-        """Sets the fields about a cache's keys and values (..., K, S, D), about prefixes of these
-        `lengths`, and about the block `x` (B, T, ...) after them. All `slots` have one layout."""
+        """Sets the fields about the keys and values of a cache, and the block that attends to them.
+        `lengths` are of prefixes, the block x (B, T, ...) follows; all `slots` have one layout."""
         keys = slots[0]
         B, T = x.shape[:2]
         *_, num_rows, K, S, D = keys.shape
@@ -124,7 +124,7 @@ class Kernels:
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
-        """Keys and values (..., S, D), in tiles where the kernels can read them."""
+        """Empty keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
         if D % COLUMNS == S % BLOCK == 0:
             return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
@@ -154,8 +154,8 @@ class Kernels:
     def repack(
         self, blocks_NX: np.ndarray, form: int, rows_R: Tensor, place_RX: Tensor, E: int
     ) -> None:
-        """Writes rows `rows_R` of a matrix (N, E), which a GGUF file stores in blocks of a format
-        with this form, quantized as in `quantized.py` into `place_RX`."""
+        """Writes rows of a GGUF file's quantized matrix in the layout that the kernels read.
+        Rows `rows_R` of a matrix (N, E) of this form go into `place_RX`, see `quantized.py`."""
         N, row_bytes = blocks_NX.shape
         require(
             is_matrix(place_RX, len(rows_R), E, form),
@@ -210,7 +210,7 @@ class KernelNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class KernelRotary(Rotary):
-    """Rotary embedding by a compiled kernel, of the first heads of each token in a (B, T, X, D)."""
+    """Rotary embedding by a compiled kernel, of the first heads of each token."""
 
     kernels: Kernels
 
@@ -230,7 +230,7 @@ class KernelRotary(Rotary):
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
-    """Raises `ValueError` unless all `facts` hold, without which kernels leave their bounds."""
+    """Raises `ValueError` unless all `facts` hold; else kernels might exceed their arrays."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(facts) or not all(tensor.is_cpu for tensor in given):
         seen = "; ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}" for x in given)
@@ -246,7 +246,7 @@ def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | No
 
 
 def are_rows(rows_R: Tensor, N: int) -> bool:
-    """Whether a tensor has numbers of rows of a matrix that has N."""
+    """Whether a tensor has valid row numbers of a matrix with N rows."""
     is_list = rows_R.dtype == torch.int64 and rows_R.is_contiguous()
     return is_list and all(0 <= row < N for row in rows_R.tolist())
 
@@ -273,8 +273,8 @@ def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:
 
 
 def load_kernels() -> Kernels | None:
-    """The compiled kernels, built if necessary, with PyTorch's current number of threads; None if
-    MINITRI_KERNELS=off, or, after a warning, if the build fails. Raises `InputError`."""
+    """The compiled CPU kernels, built if necessary, or None; for PyTorch's number of threads.
+    None if MINITRI_KERNELS=off, or, with a warning, if the build fails. Raises `InputError`."""
     with LOADING:
         return _load_once()
 

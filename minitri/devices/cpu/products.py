@@ -15,8 +15,8 @@ TILE = 256  # rows of each product where the number of rows would change last bi
 
 
 def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Linear layer x W^T + b, (R, N), by PyTorch, row-invariant: a row's bits do not depend on
-    other rows. For processors that multiply bfloat16, which PyTorch does fastest."""
+    """Linear layer x W^T + b, (R, N), by PyTorch, such that a row's bits do not depend on others.
+    For processors that multiply bfloat16, which PyTorch does fastest."""
     R = len(rows_RE)
     tile = product_tile(weight_NE.dtype, *weight_NE.shape, torch.get_num_threads())
     tile = tile or max(R, LONGEST_BLOCK + 1)
@@ -31,8 +31,8 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """Rows to multiply with a (N, E) matrix at a time, for products to be row-invariant; None: any
-    number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order than many; then K
+    """How many rows to multiply with a (N, E) matrix at a time, for row-invariant products.
+    None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order; then K
     and V would depend on the chunks of a prompt. So the order is tested here."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))

@@ -19,8 +19,8 @@ NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized or dequantized at a time
 
 
 class Form(IntEnum):
-    """Formats of weights, with their numbers in C++. Scales and offsets are float16; in GGUF's
-    K-quants small integers, multiples of a float16 unit that 256 weights share."""
+    """Formats of plain and quantized weights, with their numbers in C++.
+    Scales and offsets are float16, or small integers times one per 256 weights (K-quants)."""
 
     Q4, Q5, Q8, PLAIN = 4, 5, 8, 16
     Q4_K, Q5_K, Q6_K = 36, 37, 38

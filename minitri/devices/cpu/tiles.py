@@ -26,7 +26,7 @@ class Tiles:
 
     @property
     def pair(self) -> int:
-        """How many numbers of keys a unit has, which a vector lane multiplies at once."""
+        """Number of values of a key that one vector lane multiplies at once: 1 or 2."""
         return self.units.itemsize // self.dtype.itemsize
 
     @property
@@ -76,7 +76,7 @@ class Tiles:
         units_NPU[..., slots_T // P, slots_T % P, :] = new_TD.view(self.units.dtype)
 
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits an index into that of the axes before slots, and that of slots; None: all."""
+        """Splits an index into that of the axes before the slots, and that of slots (None: all)."""
         index = index if isinstance(index, tuple) else (index,)
         place = len(self.shape) - 2  # of slots among the axes
         if index[0] is ...:

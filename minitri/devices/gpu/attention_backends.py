@@ -76,8 +76,8 @@ def attend_flash(
 
 @dataclass(frozen=True)
 class GpuAttention:
-    """The `Attend` of a model on a GPU: a backend for short blocks, for others PyTorch's own fused
-    attention, one kernel over prefix and block."""
+    """Attention of a model on a GPU: a backend for short blocks, PyTorch's kernel for others.
+    The latter is one fused kernel over prefix and block."""
 
     backend: Backend = attend_masked
     name: str = "math"
@@ -128,8 +128,8 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """Attention by the `wanted` backend; auto: `triton`, or `math` with a warning. Raises
-    `InputError` if the wanted backend fails."""
+    """Attention by the `wanted` backend; auto: `triton`, or `math` with a warning.
+    Raises `InputError` if the wanted backend fails."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:

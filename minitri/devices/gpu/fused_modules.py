@@ -31,7 +31,7 @@ def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[T
 
 
 def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary embedding of all heads, a function for `compiled`."""
+    """Rotates all heads by their positions (RoPE); `compiled` makes one kernel of this."""
     return Rotary(cos, signed_sin).rotate(x_BTXD)
 
 

@@ -38,8 +38,8 @@ class QuantizedLinear(Linear):
 
 
 def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and a scale per group, (G, N), by which the
-    group's number of largest magnitude is exact. With 4 bits a byte has two weights, each plus 8:
+    """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and a scale for each group, (G, N).
+    The number of largest magnitude is exact. With 4 bits a byte has two weights, each plus 8:
     one of the group's first half in the low nibble, one of the second half in the high nibble."""
     limit = 1 << bits - 1
     wide_NE = torch.nn.functional.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
@@ -83,7 +83,7 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
 
 
 def check_kernel(model: Llama, bits: int) -> None:
-    """Raises an error if the Triton kernel differs from the plain formula in 8 or `bits` bits."""
+    """Raises an error if the Triton product with 8 or `bits` bits is not that of plain formulas."""
     from minitri.devices.gpu.kernels.weights import multiply
 
     x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))

@@ -90,7 +90,7 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """The exit code of the rank that ended first, and whether that is this rank, which says why."""
+    """Exit code of the rank that ended first, and whether this rank is it and prints the reason."""
     rank = os.environ.get("RANK", "0")
     if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()

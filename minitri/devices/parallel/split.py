@@ -28,8 +28,8 @@ class SplitLlama(Llama):
     ranks: RankGroup
 
     def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
-        """Makes this rank's share, with empty weights; `options` as for `Llama`. Raises
-        `InputError` if the model cannot be split."""
+        """Makes this rank's share, with empty weights; `options` as for `Llama`.
+        Raises `InputError` if the model cannot be split."""
         share = config.share(ranks.count)
         super().__init__(share, **options)
         self.ranks = ranks

@@ -46,7 +46,7 @@ def _number(pages: mmap.mmap, kind: str = "u8") -> Any:
 
 
 def _text(pages: mmap.mmap) -> str:
-    """The next text. Raises `ValueError` for one that the file's end cuts off."""
+    """The next text in a file. Raises `ValueError` for one that the file's end cuts off."""
     (length,) = struct.unpack("<Q", pages.read(8))
     if len(text := pages.read(length)) < length:
         raise ValueError("it ends in the middle of a text")
@@ -54,7 +54,7 @@ def _text(pages: mmap.mmap) -> str:
 
 
 def _value(pages: mmap.mmap) -> Any:
-    """Reads a type and a value: a number, a text, an array of numbers or a list of texts."""
+    """Reads a type and a value from a GGUF file: a number, a text, or an array or list of them."""
     kind = _kind(pages)
     if kind == "array":
         kind, count = _kind(pages), _number(pages)
@@ -70,8 +70,8 @@ def _kind(pages: mmap.mmap) -> str:
 
 
 def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], dict[Path, int]]:
-    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several, with
-    paths and times of all parts. Raises `ValueError` and others for damaged files."""
+    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several.
+    Also paths and times of all parts. Raises `ValueError` and others for damaged files."""
     metadata, tensors = read_container(path)
     parts = []
     count = metadata.get("split.count", 1)
@@ -89,8 +89,8 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], dic
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors of a GGUF file by their names. Each tensor has to begin where another
-    ends, so wrong types or shapes are noticed. Raises `ValueError` and others for damaged files."""
+    """Metadata and tensors of one GGUF file, by their names. Raises many errors for damaged files.
+    Each tensor has to begin where another ends, so wrong types or shapes are noticed."""
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if _number(pages, "u4") != GGUF_MAGIC or _number(pages, "u4") not in (2, 3):

@@ -68,8 +68,8 @@ class GgufFile:
         return read_vocabulary(self.metadata, self.path.name)
 
     def config(self, name: str) -> ModelConfig:
-        """The model's configuration, from the metadata. Raises `InputError` for a model of
-        another family."""
+        """The model's configuration, from the metadata.
+        Raises `InputError` for a model of another family."""
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             prefix = f"{self._architecture}."
             given = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
@@ -114,7 +114,7 @@ class GgufFile:
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def _numbers(self, name: str) -> tuple[float, ...] | None:
-        """The numbers of a vector, None if the file has none. Raises all kinds of errors."""
+        """Numbers of a vector in the file, or None if there is none. Raises all kinds of errors."""
         stored = self._tensors.get(name)
         return tuple(dequantize(stored, None).tolist()) if stored else None
 
@@ -127,8 +127,8 @@ class GgufFile:
         }
 
     def has_at_most(self, bits: int) -> bool:
-        """Whether the CPU kernels can read all matrices, and those of layers have at most `bits`
-        bits, those of the vocabulary at most 8."""
+        """Whether the CPU kernels can read all matrices, and these have few enough bits.
+        At most `bits` in layers, 8 in those of the vocabulary."""
         return all(
             FORMS.get(stored.type.name, Form.PLAIN).bits <= (bits if ".layers." in name else 8)
             for name, stored in self._tensors.items()
@@ -145,8 +145,8 @@ class GgufFile:
         packed: Mapping[str, Tensor] | None = None,
         kernels: Kernels | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields weights with their Hugging Face names: dequantized, or, if `packed` has a tensor
-        for a name, repacked into that tensor."""
+        """Yields weights with their Hugging Face names: dequantized, or repacked for kernels.
+        The latter if `packed` has a tensor for a name, which it fills."""
         for name, stored in self._tensors.items():
             if name.startswith("rope_f"):  # divisors
                 continue
@@ -164,8 +164,8 @@ class GgufFile:
 def repack(
     stored: "StoredTensor", kernels: Kernels, place_NX: Tensor, rows_N: Tensor | None = None
 ) -> None:
-    """Writes a stored matrix in the kernels' layout (`devices/cpu/quantized.py`) into a uint8
-    tensor; row n is the file's row `rows_N[n]`, or row n without `rows_N`."""
+    """Writes a stored quantized matrix into a uint8 tensor, in the layout of the CPU kernels.
+    Row n is the file's row `rows_N[n]`, or row n without `rows_N`."""
     N, E = stored.shape
     rows_N = torch.arange(N) if rows_N is None else rows_N
     num_rows = -(-BYTES_AT_ONCE // (PANEL * stored.data.shape[1])) * PANEL

@@ -1,4 +1,4 @@
-"""Strict JSON objects as pydantic models, and of these the messages and tools of a chat.
+"""Strict JSON objects as pydantic models: base class, messages and tools of a chat.
 
 What a client sends is not converted: true is no number. What is wrong is one line for the client.
 """
@@ -28,7 +28,7 @@ Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 
 
 class Body(pydantic.BaseModel):
-    """JSON object without conversions of types: true is no number, and "3" is none either."""
+    """Base class of JSON objects without conversions: true is no number, and "3" is none."""
 
     model_config = pydantic.ConfigDict(
         strict=True,
@@ -41,7 +41,7 @@ class Body(pydantic.BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unasked(cls, given: Any) -> Any:
-        """Leaves out what asks for nothing."""
+        """Leaves out fields whose value asks for nothing, before they are checked."""
         if not isinstance(given, dict):
             return given
         return {
@@ -55,8 +55,8 @@ B = TypeVar("B", bound=Body)
 
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """The content as a model; unknown fields are refused, or ignored if `lenient`. Raises
-    `InputError` about the innermost problem, the first of several."""
+    """Checks a JSON object by a pydantic model. Raises `InputError` about the first problem.
+    It is about the innermost one. Unknown fields are refused, or ignored if `lenient`."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
@@ -70,14 +70,14 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
 
 
 class Part(Body, extra="ignore"):
-    """Part of a message's content."""
+    """Part of a chat message's content, such as a text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class CalledFunction(Body, extra="ignore"):
-    """Name and arguments of a call."""
+    """Name and arguments of a function that an assistant called."""
 
     name: str
     arguments: Annotated[
@@ -137,7 +137,7 @@ def functions_of(tools: object) -> object:
 
 
 def choice_of(choice: object) -> object:
-    """The name in a `tool_choice` that is an object; a word such as `auto` is returned as it is."""
+    """The function's name in an object `tool_choice`; a word such as `auto` is returned as is."""
     match choice:
         case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
             return name

@@ -25,14 +25,14 @@ FORMS = AliasChoices("response_format", "structured_outputs", "text")
 
 
 def like(name: str) -> Any:
-    """Optional field with the bounds and the help of one of `SamplingParams`."""
+    """Optional field with the bounds and help text of a field of `SamplingParams`."""
     field = SamplingParams.__dataclass_fields__[name]
     least, most = field.metadata.get("range", (None, None))
     return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
 
 
 def read_form(form: Json | None) -> Grammar | None:
-    """Grammar of a form in OpenAI's words, or in vLLM's. Raises `InputError`."""
+    """Grammar for the form of an answer, in OpenAI's words or in vLLM's. Raises `InputError`."""
     given = without_null(form or {"type": "text"})
     if isinstance(inner := given.get("format"), dict) and len(given) == 1:  # of a response's `text`
         given = without_null(inner)
@@ -58,14 +58,14 @@ def read_form(form: Json | None) -> Grammar | None:
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     """End the stream with counts of tokens."""
 
 
 class Fields(Body):
-    """Fields of all endpoints that answer with a text."""
+    """Fields that the bodies of all endpoints with a text as answer have."""
 
     id_prefix: ClassVar[str]
     object_type: ClassVar[str]  # OpenAI's `object` of the answer
@@ -144,7 +144,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Messages of a chat from a response's input, calls in a row as one. Raises `ValueError`."""
+    """Chat messages from the input of a response; joins calls in a row. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []

@@ -36,7 +36,7 @@ FORMATS = {name: ToolFormat(name, **fields) for name, fields in _TABLE.items()}
 
 
 def format_of(template: str) -> ToolFormat:
-    """Format in which a chat template writes calls; Hermes' where it shows none."""
+    """Format in which a chat template writes calls of tools; Hermes' if it shows none."""
     for form in FORMATS.values():
         if form.opening in template or (form.is_bare and '"parameters"' in template):
             return form
@@ -44,7 +44,7 @@ def format_of(template: str) -> ToolFormat:
 
 
 class Piece(NamedTuple):
-    """Part of an answer, of one kind, or a whole call."""
+    """Part of an answer: thinking, content, or a whole call of a tool."""
 
     kind: str  # content, reasoning_content, or call
     text: str  # of a call the arguments
@@ -52,17 +52,17 @@ class Piece(NamedTuple):
 
 
 class AnswerParser:
-    """Parser of one answer."""
+    """Parser of one answer of a chat, which takes its text in pieces."""
 
     def __init__(self, form: ToolFormat | None = None, *, thinks: bool = False) -> None:
-        """Without a format nothing is a call. `thinks`: the prompt has opened a thought."""
+        """Makes a parser; without a format nothing is a call. `thinks`: a thought is open."""
         self._form = form
         self._rest = ""  # text that has not been passed on
         self._is_last = False
         self._steps = self._read(thinks)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Takes in a piece of text; returns what can be passed on, after the last piece all."""
+        """Takes a piece of text; returns the parts that are final, after the last piece all."""
         self._rest += text
         self._is_last = is_last
         return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
@@ -83,14 +83,14 @@ class AnswerParser:
         yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
-        """Takes a tag with the spaces before it, if these come next, and returns them."""
+        """Consumes a tag and the spaces before it, if these come next, and returns them."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
         is_next = head.startswith(tag)
         return self._cut(len(self._rest) - len(head) + len(tag)) if is_next else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Passes on text up to a tag, or to the end. Returns the tag, if it comes."""
+        """Yields text as pieces up to a tag, or to the end; returns the tag, if it comes."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
@@ -103,14 +103,14 @@ class AnswerParser:
             yield None
 
     def _cut(self, num: int) -> str:
-        """Takes characters off the rest of the text."""
+        """Removes `num` characters from the text that is not parsed yet, and returns them."""
         text = self._rest[:num]
         self._rest = self._rest[num:]
         return text
 
 
 def calls_in(text: str) -> Iterator[Piece]:
-    """The calls in the end of an answer; a text without any is content."""
+    """Calls of tools in the last part of an answer; a text without any is content."""
     place = 0
     while head := HEAD.search(text, place):
         place = len(text)  # the end of arguments that are cut

@@ -60,8 +60,7 @@ class ChatPrompt:
         self._tags = {"thinks": self._thinks, "may_think": THINK in source, "controls": controls}
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of an answer that may call functions, in llguidance's dialect of Lark, and has
-        this form if it calls none. Raises `InputError`."""
+        """Grammar of an answer of this form, or that may call functions. Raises `InputError`."""
         if self._form is None:
             return form
         if form and not form.kind.startswith("json"):
@@ -80,14 +79,14 @@ class ChatPrompt:
         return Grammar("lark", text)
 
     def parser(self) -> AnswerParser:
-        """Parser of an answer, which has read what the answer begins with."""
+        """Makes a parser of the answer, which has read the words that the prompt ends with."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
 
 
 def read_turns(messages: Sequence[Message]) -> list[Json]:
-    """A request's messages, for a template."""
+    """Converts a request's messages to the form that chat templates take."""
     turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for message in messages:
@@ -104,12 +103,12 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
 
 
 def short_id(call_id: str) -> str:
-    """Id of a call as all templates allow it: Mistral's want nine letters and digits."""
+    """Makes an id of nine letters and digits from a tool call's id, as Mistral's template wants."""
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
-    """Messages of which none has several calls, for templates that refuse those."""
+    """Splits messages with several calls, for templates that refuse those."""
     for turn in turns:
         calls = turn.get("tool_calls", ())
         yield turn | {"tool_calls": calls[:1]} if calls else turn
@@ -118,7 +117,7 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
-    """JSON Schemas of functions' arguments; any object for an unknown one, or `InputError`."""
+    """JSON Schemas of functions' arguments; unknown functions take any object, or `InputError`."""
     from llguidance import LLMatcher
 
     schemas: dict[str, str] = {}

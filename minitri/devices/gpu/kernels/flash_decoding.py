@@ -108,8 +108,8 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
-    """The tile sizes of a program for `num_rows` rows of queries: such that registers suffice, in
-    float32 and with rules, too, and shared memory on consumer cards (99 KiB)."""
+    """Tile sizes of a program for `num_rows` rows of queries, which fit all supported GPUs.
+    Registers suffice, in float32 and with rules, too, as does shared memory of 99 KiB."""
     is_wide = dtype == torch.float32
     most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))

@@ -19,8 +19,8 @@ SHARES = 4  # groups of a row of W that a program reads at once: one for each of
 
 @triton.jit  # type: ignore[untyped-decorator]
 def nibbles(bytes_SCX, like: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low and the high nibble of each byte, both less 8, as numbers of type `like`. In bfloat16
-    four bytes at a time: a nibble with exponent 0x43 is a number from 128 to 143, less 136."""
+    """The low and the high nibble of each byte, both less 8, as numbers of type `like`.
+    bfloat16: four bytes at a time, a nibble with exponent 0x43 is 128 to 143, less 136."""
     if like == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -100,8 +100,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """Tile sizes and launch options of `multiply_tile` for M rows and weights of 4 or 8 bits. All
-    stages take at most 99 KiB of shared memory, which GPUs from compute capability 8.0 on have."""
+    """Tile sizes and launch options of `multiply_tile` for M rows and weights of 4 or 8 bits.
+    At most 99 KiB of shared memory, which GPUs from compute capability 8.0 on have."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
     tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
