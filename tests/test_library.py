@@ -63,6 +63,8 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
     ends = [event for event in run if isinstance(event, End)]
     assert run.results() == sorted(ends, key=lambda end: end.row)
     left = engine.generate("a")
+    with pytest.raises(InputError, match="no more requests"):
+        left.submit(Request("b"))
     left.close()
     with engine.open(reserve=64) as opened, pytest.raises(InputError, match="no end"):
         opened.results()
@@ -240,6 +242,8 @@ def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, caplog):
 
 def test_a_forked_process_is_told_so_and_does_not_wait():
     with tiny_engine() as engine:
+        with patch("os.getpid", return_value=0), pytest.raises(InputError, match="forked"):
+            engine.complete([5])
         asyncio.run(ask(engine))
         if (child := os.fork()) == 0:
             try:

@@ -116,6 +116,7 @@ def without_null(entries: dict) -> dict:
 @example({"rope_parameters": YARN, TRAINED: 64})
 @example({"rope_parameters": LLAMA3, TRAINED: 64})
 @example({"rope_parameters": YARN | {TRAINED: 128}, TRAINED: 64})
+@example({"rope_parameters": YARN | {TRAINED: 4}})  # whose ramp has no width
 @example({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}})
 @example({"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e3})
 @example({"rope_parameters": YARN | {"rope_theta": 7000.0, "type": "linear"}, "rope_theta": 5e3})

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from minitri.files.hf_config import FAMILIES, read_config
 from tests.conftest import edit_json, refused
+from tests.core.rigs import tiny_config
 from tests.files.test_checkpoint import as_gguf, copy_of, load, sharded
 
 CONFIGS = """
@@ -58,6 +59,15 @@ def test_a_wrong_value_of_a_config_is_refused_and_never_replaced(folder, line):
             change = {"rope_parameters": {"rope_type": kind, "factor": 2.0} | change}
         with refused(word):
             read_config(config | change, "tiny")
+
+
+IMPOSSIBLE = [{"num_heads": 3}, {"head_dim": 7}, {"score_scale": 1.0, "unrotated_layers": (0,)}]
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE, ids=min)
+def test_a_config_that_no_model_can_have_is_refused_by_name(changes):
+    with refused(f"{min(changes)} is {changes[min(changes)]}"):
+        tiny_config(**changes)
 
 
 NORM = "model.norm.weight"

@@ -31,7 +31,6 @@ minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --system Short! | --system has no effect alone; add --chat, or
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number; see
-minitri.apps.bench --seeds 1_0 | --seeds: '1_0' is no whole number; see
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --output OUT | ^--output has no effect alone; add --prompts
 minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers
@@ -40,7 +39,6 @@ minitri.generate --prompts twice --ray local --output OUT | two lines of .* have
 minitri.generate --prompts one --output /dev/full | ^--output /dev/full cannot be continued
 minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave one
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
-minitri.generate --load-kv empty | empty
 minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
 minitri.apps.serve.serving --port BUSY | port \d+ \(Address already in use.*; choose another --host
 minitri.apps.serve.serving --context 100000 --port 0 | ^--context is 100000; give from 2 to 512
@@ -56,7 +54,6 @@ NO_MODEL = ("minitri", "minitri.apps.plan")
 def strange(folder, tmp_path_factory) -> Path:
     """A folder with the files and models that `BAD` names."""
     here = tmp_path_factory.mktemp("strange")
-    (here / "empty").touch()
     (here / "binary").write_bytes(b"ab\0")
     (here / "one").write_text('{"prompt": "y"}\n')
     (here / "twice").write_text('{"id": 2, "prompt": "x"}\n{"prompt": "y"}\n')

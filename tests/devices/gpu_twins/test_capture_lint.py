@@ -49,7 +49,6 @@ def tokens(pool, method="triforce", *, lookup=False, changes=None, **how):
         ("retrieval", WARM, {"tree": "2x3", "coupled": True}),
         ("triforce", GREEDY, GAMMAS),
         ("triforce", WARM, {"coupled": True, **GAMMAS}),
-        ("triforce", WARM, {"tree": "2x2"}),
         ("triforce", WARM, {"tree": "2x2", **WINDOWED}),
         ("triforce", WARM, {"lookup": True}),
     ],

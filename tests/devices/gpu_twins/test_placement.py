@@ -12,7 +12,7 @@ import torch
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps import plan
 from minitri.core import roofline
-from minitri.core.memory import Models, allocate
+from minitri.core.memory import MemoryPool, Models, allocate, demand_of
 from minitri.core.offload import allocation
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
@@ -114,6 +114,18 @@ def test_without_flags_this_machine_and_the_default_model_are_planned(call, monk
     assert (found["model"], found["hardware"]["gib"]) == (DEFAULT_MODEL, 8)
     [row] = found["placements"]
     assert (row["fits"], row["host_GiB"]) == (True, 0)
+
+
+def test_a_run_gets_as_many_of_its_first_rows_as_memory_holds_and_one_at_least(monkeypatch):
+    models = Models(*[tiny_model(tiny_config())] * 2)
+    run = SamplingParams(), GenerationConfig(9), SpeculationConfig()
+    needs = demand_of(models, MemoryShape((90, 60), *run))
+    room = needs.on_device(models.target.config.num_layers) - needs.num_weight_bytes
+    for num_missing, lengths in ((0, (90, 60)), (1, (90,)), (room, (90,))):
+        free = room - num_missing
+        monkeypatch.setattr(allocation, "free_host_bytes", lambda free=free: free)
+        fitting = MemoryPool(models).fitting(MemoryShape((90, 60, 60, 60), *run))
+        assert fitting.prompt_lengths == lengths
 
 
 def test_nominal_costs_count_weights_layers_slots_and_guesses():

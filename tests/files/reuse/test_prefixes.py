@@ -11,7 +11,7 @@ from minitri import GenerationConfig, Idle, Request, SamplingParams, Speculation
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
-from tests.conftest import ends_of, refused, tiny_engine
+from tests.conftest import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
@@ -199,13 +199,3 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
     assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
     assert {event.row for event in events} == {third}  # nor is the second one's prompt read
-
-
-def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
-    with start(engine) as run:
-        with refused("max_new_tokens"):
-            run.submit(Request([1] * 120))
-        number = run.submit(request(engine, 1))
-        assert [end.row for end in ends_of(until_idle(run))] == [number]
-    with engine.generate("fine") as closed, refused("no more requests"):
-        closed.submit(request(engine, 1))
