@@ -1,6 +1,7 @@
 """The engine's promises: the same tokens however they are asked for, whatever ran next to them or
 before them, and what it refuses."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,20 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     others = [place for place in order if place[1]]
     first = others.index(("PrefillProgress", 2))
     assert others[first : first + 6] == [("PrefillProgress", 2), ("Token", 1)] * 3
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.01, 64), (0.5, 16)])
+def test_where_requests_may_come_a_prompt_is_read_in_chunks_of_a_second(
+    engine, monkeypatch, seconds, most
+):
+    """A clock is later by `seconds` whenever it is read."""
+    monkeypatch.setattr("time.perf_counter", itertools.count(0, seconds).__next__)
+    engine.release()
+    with engine.open(reserve=400, prefill_chunk=64, shared_chunk=8) as run:
+        run.submit(Request(list(range(300)), max_new_tokens=1))
+        events = itertools.takewhile(lambda event: not isinstance(event, End), run)
+        done = [event.num_done for event in events if isinstance(event, PrefillProgress)]
+    assert max(np.diff([0, *done])) == most
 
 
 @pytest.mark.parametrize("method", METHODS)

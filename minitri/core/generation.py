@@ -9,13 +9,12 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import InputError, NotFiniteError
-from minitri.core.graphs import filters_of
+from minitri.core.graphs import check_filters
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
@@ -133,9 +132,9 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        # At temperature 0 `filters_of` would skip the captured filters, to be compared here.
-        captured = replace(self.shape.sampling, temperature=1.0)
-        filters_of([captured, request.sampling], self._pool.models.target, self.shape.generation)
+        if request.sampling.temperature > 0:
+            where = (self._pool.models.target, self.shape.generation)
+            check_filters(self.shape.sampling, request.sampling, *where)
         self._num_requests += 1
         self._scheduler.add(row)
         return row.number

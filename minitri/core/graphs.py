@@ -96,14 +96,25 @@ def clear_workspaces() -> None:
 def filters_of(
     wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
 ) -> SamplingParams:
-    """The sampling settings that captured graphs apply: one of `wanted`, if possible above 0.
-    Raises `InputError` if settings differ in the filters that are on."""
-    forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
-    first, *others = forms.values() or wanted[:1]
-    if others and model.device.type == "cuda" and generation.cuda_graphs:
+    """The sampling settings that graphs are captured with: those of `wanted` with the most filters,
+    if possible at a temperature above 0. Raises `InputError` if they cannot apply the others."""
+    sampled = [sampling for sampling in wanted if sampling.temperature > 0]
+    most = max(sampled or wanted[:1], key=lambda sampling: sampling.form)
+    for sampling in sampled:
+        check_filters(most, sampling, model, generation)
+    return most
+
+
+def check_filters(
+    captured: SamplingParams, wanted: SamplingParams, model: Llama, generation: GenerationConfig
+) -> None:
+    """Raises `InputError` if graphs captured with some filters cannot apply `wanted`: they have one
+    top-k, and no filter is on that is off in them. Neutral numbers switch the others off."""
+    top_k, *others = zip(wanted.form, captured.form, strict=True)
+    has_all = top_k[0] == top_k[1] and all(is_wanted <= is_on for is_wanted, is_on in others)
+    if not has_all and model.device.type == "cuda" and generation.cuda_graphs:
         raise InputError(
-            f"captured graphs have filters of one kind, got {first} and {others[0]}",
+            f"captured graphs have filters of one kind, got {captured} and {wanted}",
             "give every request the same kinds",
             "switch them off with cuda_graphs=False",
         )
-    return first

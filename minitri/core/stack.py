@@ -138,10 +138,16 @@ class Stack:
         return self.memory.prefix.take(b, self.sequences, max(0, most))
 
     def _chunk_size(self) -> int:
-        """Tokens of a prompt's next chunk: fewer while other rows wait for their next token."""
+        """Tokens of a prompt's next chunk: few while other rows wait for their next token; in an
+        open run, where a request may come, the power of 2 that is read in about a second."""
         generation = self.shape.generation
-        most = generation.prefill_chunk
-        return min(most, generation.shared_chunk) if self._busy else most
+        most, shared = generation.prefill_chunk, generation.shared_chunk
+        if self._busy:
+            return min(most, shared)
+        if self._is_open and not self.memory.full.is_hosted:  # a chunk fetches all of a hosted one
+            speed = self.stats.num_prefilled_tokens / (self.stats.prefill_seconds or 1)
+            most = min(most, max(shared, 1 << max(int(speed).bit_length() - 1, 0)))
+        return most
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:
         """Samples the first token of each of these rows, whose prompts have been read."""

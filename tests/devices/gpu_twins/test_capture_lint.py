@@ -98,12 +98,14 @@ def test_a_capture_that_fails_is_one_line_and_a_closed_pool_captures_nothing():
     assert pool.num_graphs == 0
 
 
-def test_filters_of_several_kinds_are_refused_where_they_would_be_captured():
-    wanted = [SamplingParams(0.6), SamplingParams(0.6, top_p=0.9)]
+def test_filters_that_captured_graphs_lack_are_refused():
+    """Where they have more of them, neutral numbers switch these off."""
+    wanted = [SamplingParams(0.6, top_k=5), SamplingParams(0.6, top_p=0.9)]
     on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
     with pytest.raises(InputError, match="of one kind"):
         filters_of(wanted, on_gpu, GenerationConfig())
-    assert filters_of([SamplingParams(), wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
+    for neutral in (SamplingParams(), SamplingParams(1.0, top_p=1.0)):
+        assert filters_of([neutral, wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
     assert filters_of(wanted, on_cpu, GenerationConfig()) == wanted[0]
     assert filters_of(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
 
