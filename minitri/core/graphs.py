@@ -35,8 +35,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on inputs, tensors or tuples of tensors; replays the graph of their
-        shapes, first captured if `is_capturing`. Raises `InputError` if a capture fails."""
+        """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
+        Else captures it first if `is_capturing`. Raises `InputError` if this fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_capturing and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -96,8 +96,8 @@ def clear_workspaces() -> None:
 def filters_of(
     wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
 ) -> SamplingParams:
-    """The sampling settings that graphs are captured with: those of `wanted` with the most filters,
-    if possible at a temperature above 0. Raises `InputError` if they cannot apply the others."""
+    """Chooses from `wanted` the sampling settings to capture graphs with: with the most filters.
+    If possible above temperature 0. Raises `InputError` if the others cannot be applied then."""
     sampled = [sampling for sampling in wanted if sampling.temperature > 0]
     most = max(sampled or wanted[:1], key=lambda sampling: sampling.form)
     for sampling in sampled:
@@ -108,8 +108,8 @@ def filters_of(
 def check_filters(
     captured: SamplingParams, wanted: SamplingParams, model: Llama, generation: GenerationConfig
 ) -> None:
-    """Raises `InputError` if graphs captured with some filters cannot apply `wanted`: they have one
-    top-k, and no filter is on that is off in them. Neutral numbers switch the others off."""
+    """Raises `InputError` if graphs captured with some filters cannot apply the `wanted` ones.
+    They have one top-k, and no filter that is off goes on. Neutral numbers switch others off."""
     top_k, *others = zip(wanted.form, captured.form, strict=True)
     has_all = top_k[0] == top_k[1] and all(is_wanted <= is_on for is_wanted, is_on in others)
     if not has_all and model.device.type == "cuda" and generation.cuda_graphs:

@@ -128,9 +128,9 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates caches and captures passes for runs of this shape, with the cache `full` and texts
-    `held` of an earlier run, if given. Passes of the target are not captured if its cache is in
-    host memory. Raises `InputError`."""
+    """Allocates caches and captures passes for runs of this shape. Raises `InputError`.
+    `full` and its texts `held` are of an earlier run, if given. Passes of the target are not
+    captured if its cache is in host memory."""
     target = models.target
     speculation = shape.speculation
     if not full:
@@ -208,9 +208,9 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Takes back `memory` from the latest run, to keep it for the next one. A cache in host
-        memory is not kept if an interruption may have cut its copies short, or if the layers on the
-        device were chosen for the lengths of this run."""
+        """Takes back `memory` from the latest run, to keep it for the next one.
+        A cache in host memory is not kept if an interruption may have cut its copies short, or if
+        the layers on the device were chosen for the lengths of this run."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = memory.full.is_hosted and (is_fitted or was_interrupted)

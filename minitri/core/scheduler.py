@@ -29,8 +29,8 @@ class Scheduler:
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory.
-        `is_captured`: CUDA graphs make all rows sample alike."""
+        """Queues the requests `rows`, which others may follow if `is_open`.
+        `is_offloaded`: K and V are in host memory. `is_captured`: graphs make rows sample alike."""
         self.admitted: dict[int, Row] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
@@ -62,10 +62,10 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.admitted]
 
     def next_row(self) -> Row | None:
-        """The waiting request to admit next, or None. First come clients with the fewest admitted
-        requests, then the client whose latest admission was longest ago; of a client the oldest
-        request, in an open run mostly the shortest. There unread long prompts take at most half of
-        the batch."""
+        """The waiting request to admit next, or None if none can be admitted now.
+        First come clients with the fewest admitted requests, then the client whose latest admission
+        was longest ago; of a client the oldest request, in an open run mostly the shortest. There
+        unread long prompts take at most half of the batch."""
         if len(self.admitted) == self._num_places:
             return None
         waiting = [*self._waiting]
@@ -108,8 +108,8 @@ class Scheduler:
             del self.unread[b]
 
     def next_to_read(self) -> int | None:
-        """The row of the batch whose prompt is read next, or None: the oldest request, or in an
-        open run mostly the one with the fewest tokens left to read."""
+        """The row of the batch whose prompt is read next, or None if all prompts are read.
+        The oldest request, or in an open run mostly the one with the fewest tokens to read."""
         if not self.unread:
             return None
         self._num_chunks += 1
@@ -118,8 +118,8 @@ class Scheduler:
         return next(iter(self.unread))
 
     def reads_first(self, active: Sequence[bool]) -> bool:
-        """Whether prompts are left that are read before any row starts or decodes: in a closed run,
-        unless `active` rows decode already and K and V are on the device."""
+        """Whether prompts are left that are read before any row starts or decodes.
+        In a closed run, unless `active` rows decode already and K and V are on the device."""
         interleaves = self._is_open or (any(active) and not self._is_offloaded)
         return bool(self.unread) and not interleaves
 

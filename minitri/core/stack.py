@@ -138,8 +138,8 @@ class Stack:
         return self.memory.prefix.take(b, self.sequences, max(0, most))
 
     def _chunk_size(self) -> int:
-        """Tokens of a prompt's next chunk: few while other rows wait for their next token; in an
-        open run, where a request may come, the power of 2 that is read in about a second."""
+        """Tokens of a prompt's next chunk: few while other rows wait for their next token.
+        In an open run, where requests may come, the power of 2 that is read in about a second."""
         generation = self.shape.generation
         most, shared = generation.prefill_chunk, generation.shared_chunk
         if self._busy:

@@ -88,8 +88,8 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """The fastest form of a drafter: on compiled kernels a copy in 4 bits, unless `wanted` is
-    `same`. It guesses a round in one call, if of a plain architecture."""
+    """A drafter's copy in 4 bits on the compiled CPU kernels, unless `wanted` is `same`.
+    It guesses a round in one call, if of a plain architecture."""
     if not model.execution.is_row_invariant:
         return model
     copy = model

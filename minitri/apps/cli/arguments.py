@@ -277,6 +277,6 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: argparse.Namespace, temperature: float = 0) -> SpeculationConfig:
-    """Speculation by the flags; it may use measured times if no seed, given or drawn, is to repeat
-    the text. Raises `InputError`."""
+    """Speculation settings by the flags. Raises `InputError`.
+    With measured times if no seed, given or drawn, is to repeat the text."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

@@ -58,8 +58,8 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 def sampling_of(
     args: Namespace, engine: "minitri.Engine", *work: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else as the engine has it, and the seed: --seed, or one that is
-    drawn; at temperature 0 else 0. Logs the model, notes of the `work` and the sampling."""
+    """Sampling settings and seed by the flags; the engine has defaults, a seed may be drawn.
+    At temperature 0 it is --seed or 0. Logs the model, notes of the `work` and the sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0

@@ -60,8 +60,8 @@ def encode(
     args: Namespace,
     num_new: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Text is cut,
-    not its chat template: to --max-prompt-tokens, or `usual_tokens` if set. Raises `InputError`."""
+    """Token ids of a prompt, with room for `num_new` or --max-new-tokens. Raises `InputError`.
+    Text is cut, not its chat template: to --max-prompt-tokens, or `usual_tokens` if set."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -30,8 +30,8 @@ class PrefixCache:
     """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """Passes of other rows overwrite the first `num_guarded` slots of an empty row. Without
-        `reuses_generated` only prompts are reused, not K and V that decoding computed."""
+        """Passes of other rows overwrite the first `num_guarded` slots of an empty row.
+        Without `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
         self._num_guarded = num_guarded

@@ -99,8 +99,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Updates row b by the T tokens that the target has just read and kept, with their rotated
-        queries; returns whether the row was rebuilt. `take_committed` copies their K and V."""
+        """Updates row b by T tokens that the target read and kept; returns whether it was rebuilt.
+        The queries are the rotated ones of these tokens; `take_committed` copies their K and V."""
         row = self.rows[b]
         self.crop_row(b, row.num_committed)  # drops the block that was guessed
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass

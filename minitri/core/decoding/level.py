@@ -22,7 +22,7 @@ class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, name: str, meter: Meter) -> None:
-        """Adds its counts to the statistics of the run: make the lowest stage first."""
+        """Makes a stage with counts in the run's statistics; the lowest stage must come first."""
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)
