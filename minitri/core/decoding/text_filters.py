@@ -33,7 +33,7 @@ class Matcher(Protocol):
         """Boolean (V,): tokens that may not follow committed text and `path`; None: it failed."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens of the only text that may follow committed text and `path`; none for a choice."""
+        """Tokens of the only text that may follow committed text and `path`; [] if several may."""
 
 
 class TextFilters:
