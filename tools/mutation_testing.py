@@ -281,6 +281,9 @@ def run_tests(copy: Path, tests: list[str], result: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # a change may ask for anything
     os.chdir(copy)
     sys.path.insert(0, str(copy))
+    for name in [*sys.modules]:  # `tools` has imported the package without the change
+        if name.partition(".")[0] in ("minitri", "tools"):
+            del sys.modules[name]
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from minitri.core.model.rope import rope_frequencies
 from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from tests.conftest import byte_level_tokenizer, edit_json, refused, write_hf_folder
+from tests.conftest import byte_level_tokenizer, refused, write_hf_folder
 from tests.core.rigs import new_cache
 from tests.files.gguf_writer import write_gguf
 
@@ -144,15 +143,6 @@ def test_tokens_added_without_a_row_of_weights_run_until_a_prompt_has_one(folder
     assert set(engine.complete("The sea", grammar=grammar).token_ids) < {*range(320)}
     with refused("token id 321"):
         engine.complete("The sea<new11>")
-
-
-def test_generation_config_decides_the_end_tokens_unless_they_are_null(folder, tmp_path):
-    copy = copy_of(folder, tmp_path / "copy")
-    before = Folder(copy).config("copy")
-    edit_json(copy / "generation_config.json", eos_token_id=[2, 7])
-    assert Folder(copy).config("copy") == replace(before, eos_token_ids=(2, 7))
-    edit_json(copy / "generation_config.json", eos_token_id=None)
-    assert Folder(copy).config("copy") == before
 
 
 def test_the_context_of_a_named_model_and_safetensors_win(folder, tmp_path, monkeypatch):

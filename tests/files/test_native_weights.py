@@ -122,11 +122,8 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     ("kinds", "settings", "plan"),
     [
         ({"kind": "Q4_K"}, {}, (True, "same")),
-        ({"kind": "Q6_K", "embed_tokens": "Q8_0"}, {}, (True, "same")),
-        ({"kind": "Q4_K", "down_proj": "Q8_0"}, {}, (True, "same")),
         ({"kind": "Q4_K", "down_proj": "F16"}, {}, (True, "auto")),
         ({"kind": "F16"}, {}, (False, "auto")),
-        ({"kind": "Q4_K"}, {"weights": "dense"}, (False, "blocks")),
         ({"kind": "Q4_K"}, {"weights": "dense", "draft_weights": "same"}, (False, "same")),
         ({"kind": "Q4_K"}, {"draft_weights": "int4"}, (True, "int4")),
     ],

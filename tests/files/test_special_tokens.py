@@ -291,6 +291,8 @@ def test_an_answer_ends_where_any_file_or_the_usual_marks_end_a_turn(folder, tmp
     for mark in (size + 1, size + 2):
         done = engine.complete("The sea", max_new_tokens=4, logit_bias={mark: 100})
         assert (done.finish_reason, done.text, len(done.token_ids)) == ("eos", "", 1)
+    write(copy, {"generation_config": {"eos_token_id": None}})
+    assert Folder(copy).config("x").eos_token_ids == (2,)
 
 
 def test_a_control_token_as_a_stop_string_stops_there_and_is_not_shown(tmp_path):

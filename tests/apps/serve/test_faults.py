@@ -15,7 +15,7 @@ import torch
 
 from minitri.core.errors import FaultError
 from minitri.worker import NUM_TICKS
-from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of, serving
+from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of
 
 BODY = b'{"prompt": "She had", "max_tokens": 1, "seed": 1}'
 POST = post_of(BODY)
@@ -88,13 +88,6 @@ def test_a_model_that_makes_no_progress_fails_its_requests_until_it_does(server,
         gate.set()
         server.wait(lambda: server.http.get("/health").status_code == 200)
         assert is_well(server, engine)
-
-
-def test_a_place_is_free_again_when_a_request_cannot_start(engine):
-    with serving(engine) as server:
-        server.service.worker.close()
-        assert [server.post(prompt="She had").status_code for _ in range(3)] == [503] * 3
-        assert server.service.num_open == 0
 
 
 def test_a_row_that_fails_is_told_why_and_the_others_have_their_texts(server, engine):

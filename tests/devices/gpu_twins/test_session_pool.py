@@ -96,6 +96,7 @@ def test_a_run_that_is_left_or_collected_is_kept_and_one_that_fails_is_not(pools
     del newer
     gc.collect()
     older.close()
+    begin(engine, [50], 0).close()  # which has read nothing
     assert engine.held_tokens[:70] == random_prompt(engine.config, 70)
     left = begin(engine, [20], 1)
     engine.release()

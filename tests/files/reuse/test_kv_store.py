@@ -82,18 +82,6 @@ def test_k_and_v_that_are_reused_are_those_of_a_prefill_to_the_bit(prompt, tmp_p
     assert saved[0] == saved[1] == saved[2]
 
 
-def test_k_and_v_of_what_was_generated_do_not_count_as_a_prompts(engine, other, prompt, tmp_path):
-    """Generated tokens are read with the next question, and stored then."""
-    engine.release()
-    engine.open_kv_store(str(tmp_path), LARGE)
-    talk = [*prompt, *say(engine, prompt)[0], 9, 8, 7]
-    talked, _ = say(engine, talk)
-    engine.release()
-    assert len(blocks(tmp_path)) == 4
-    assert ask(other, [*talk, 5] * 2, tmp_path)[1] == 4 * BLOCK
-    assert ask(other, talk, tmp_path) == (talked, 3 * BLOCK)
-
-
 def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text, tmp_path, caplog):
     """The second of three, half written; what else is noticed is in `test_snapshots.py`."""
     ask(engine, prompt, tmp_path)

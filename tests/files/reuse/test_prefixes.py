@@ -87,17 +87,6 @@ def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, n
     assert fresh(engine, [prompt], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
-def test_a_run_that_is_left_leaves_what_it_has_read_or_the_text_before_it(engine, document):
-    """The latter if it is closed before its first event, in the memory of the one before."""
-    engine.release()
-    how = {"speculation": TRIFORCE, "generation": GenerationConfig(12, prefill_chunk=16)}
-    with engine.generate(document, **how) as run:
-        progress = [next(run) for _ in range(4)][-1]
-    assert engine.held_tokens == document[: progress.num_done] != []
-    engine.generate([4] * 50, **how).close()
-    assert engine.held_tokens == document[: progress.num_done]
-
-
 def interrupt(engine, document, monkeypatch, **settings):
     """A run that ends by Ctrl-C in a step: guesses and rejected tokens are in the caches."""
     how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
