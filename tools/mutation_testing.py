@@ -267,13 +267,11 @@ class Recorder:
 
     killer = ""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed and not self.killer:
             self.killer = report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and not self.killer:
-            self.killer = f"{report.nodeid} (import)"
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(copy: Path, tests: list[str], result: Path) -> None:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
+from minitri import Engine
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
 from minitri.core.errors import explain
@@ -286,7 +287,7 @@ def prompts_of(name: str) -> list[str] | list[list[int]]:
 
 
 @contextlib.contextmanager
-def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
+def head_calls(engine: Engine) -> Iterator[list[str]]:
     """A list that takes shape and digest of all that the engine's LM heads return meanwhile."""
     calls: list[str] = []
 
@@ -315,7 +316,7 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
 @functools.lru_cache(maxsize=1)
 def engine_for(
     folder: Path, model: str, draft: str, dtype: str, rope_scaling: str | None
-) -> minitri.Engine:
+) -> Engine:
     is_tiny = (folder / model).exists()
     return minitri.load(
         str(folder / model / "target") if is_tiny else model,
@@ -366,16 +367,12 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     return record_of(settings, events, calls)
 
 
-def run_batch(
-    engine: minitri.Engine, prompts: list[Any], seed: Any, wishes: dict[str, Any]
-) -> list[Any]:
+def run_batch(engine: Engine, prompts: list[Any], seed: Any, wishes: Settings) -> list[Any]:
     """All prompts at once."""
     return list(engine.generate(prompts, seed=seed, **wishes))
 
 
-def run_stream(
-    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
-) -> list[Any]:
+def run_stream(engine: Engine, prompts: list[Any], seed: int, wishes: Settings) -> list[Any]:
     """Twice the prompts through two rows; one request is cancelled after its fifth token."""
     speculation = wishes.pop("speculation")
     requests = [minitri.Request(prompt, seed + i, **wishes) for i, prompt in enumerate(prompts * 2)]
@@ -388,9 +385,7 @@ def run_stream(
     return events
 
 
-def run_again(
-    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
-) -> list[Any]:
+def run_again(engine: Engine, prompts: list[Any], seed: int, wishes: Settings) -> list[Any]:
     """A text, and another one that begins with it, so that K and V are used again."""
     engine.release()
     events = list(engine.generate(prompts[-1], seed=seed, **wishes))
@@ -399,9 +394,7 @@ def run_again(
     return list(engine.generate(longer, seed=seed, **wishes))
 
 
-def run_snapshot(
-    engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
-) -> list[Any]:
+def run_snapshot(engine: Engine, prompts: list[Any], seed: int, wishes: Settings) -> list[Any]:
     """A text after K and V that were saved to a file and loaded."""
     engine.release()
     list(engine.generate(prompts[-1], seed=seed, **wishes))

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +198,11 @@ def times(name: str, outcomes: list[Outcome]) -> dict[str, float]:
     return result
 
 
-def write_tiny(folder: Path, context: int, **sizes: int) -> None:
-    """A random Llama whose tokens are the characters of ASCII; `sizes` of its config."""
+def write_tiny(folder: Path, context: int) -> None:
+    """A random Llama whose tokens are the characters of ASCII."""
     symbols = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *symbols])}
     config = ModelConfig(2, 32, 64, 1, 1, 16, len(vocabulary), context, eos_token_ids=(2,))
-    config = replace(config, **sizes)  # type: ignore[arg-type]  # all are numbers
     places = placements(Llama(config, dtype=torch.float32, device=torch.device("meta")))
     torch.manual_seed(0)
     tensors = {name: 0.3 * torch.randn(it.shape) + ("norm" in name) for name, it in places.items()}

@@ -11,7 +11,6 @@
 """
 
 import argparse
-import importlib.util
 import math
 import statistics
 import warnings
@@ -31,9 +30,9 @@ from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import ChunkRetrieval, attention_received
 from minitri.core.errors import InputError
 from minitri.core.prefill import prefill
-from minitri.core.requests import Token
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
+from tools.flags import picture
 
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4
 """Tokens that ask together, and how far before them others asked; tokens of a chunk; sinks."""
@@ -88,7 +87,7 @@ def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(description=__doc__)
     arguments.add_flags(parser, *arguments.MODEL, "draft")
     arguments.add_prompt_flags(parser)
-    parser.add_argument("--out", type=Path, default=Path("tour.png"), metavar="FILE.png")
+    parser.add_argument("--out", type=picture, default="tour.png", metavar="FILE.png")
     parser.set_defaults(max_prompt_tokens=8000, max_new_tokens=160, method="triforce")
     return parser
 
@@ -183,14 +182,14 @@ def speculation(method: str, budget: int) -> SpeculationConfig:
 
 def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget: int) -> str:
     """Draws and prints a text, each token in the color of the stage that guessed it."""
-    run = engine.generate(
+    end = engine.complete(
         prompt,
         sampling=WARM,
         speculation=speculation("triforce", budget),
         seed=1,
         generation=GenerationConfig(num_new, ignore_eos=True),
     )
-    tokens = [event for event in run if isinstance(event, Token)]
+    tokens = end.tokens
     print("".join(map(colored, tokens)))
     print(LEGEND)
     x = y = 0
@@ -216,7 +215,7 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
         color = COLORS[name]
         axes.text(number / len(used), -0.1, MEANINGS[name], color=color, **letters, weight="bold")
     share = sum(token.origin not in ("recovered", "bonus") for token in tokens) / len(tokens)
-    target = run.stats.stages[-1]
+    target = end.stats.stages[-1]
     return (
         f"{share:.0%} of {len(tokens)} tokens were guessed; the target accepted "
         f"{target.acceptance_rate or 0:.0%} of what it was proposed and ran "
@@ -236,10 +235,8 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
             how = settings | {"speculation": speculation(method, budget)}
             seconds = []
             for seed in range(3):
-                run = engine.generate(prompt[:length], seed=seed, **how)
-                for _ in run:
-                    pass
-                seconds.append(run.stats.ms_per_token or 0.0)
+                end = engine.complete(prompt[:length], seed=seed, **how)
+                seconds.append(end.stats.ms_per_token or 0.0)
             found.insert(0, statistics.median(seconds))
     colors = ("#000000", "#56B4E9", "#009E73")
     for (method, found), color in zip(times.items(), colors, strict=True):
@@ -279,10 +276,6 @@ def draw(engine: Engine, prompt: list[int], num_new: int, out: Path) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the tour draws with matplotlib; install it: pip install matplotlib")
-    if args.out.suffix != ".png" or not args.out.parent.is_dir():
-        raise InputError(f"--out {args.out} is not a .png file in a folder that is there")
     engine, [prompt] = load_engine(args, read_prompt(args.prompt_file, args.prompt))
     if len(prompt) < 4 * (SHIFT + WINDOW):
         raise InputError(

@@ -32,10 +32,8 @@ def build_parser() -> arguments.OneLineParser:
         description="Speed against the floor of memory bandwidth, other engines, made-up models.",
     )
     add = parser.add_argument
-    text = "say where the time of a decoding step goes"
-    add("--profile", action="store_true", help=text)
-    text = "runs to measure"
-    add("--repeats", type=positive, default=3, metavar="N", help=text)
+    add("--profile", action="store_true", help="say where the time of a decoding step goes")
+    add("--repeats", type=positive, default=3, metavar="N", help="runs to measure")
     add_synthetic_flags(parser)
     return parser
 

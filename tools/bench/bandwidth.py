@@ -1,22 +1,19 @@
 """How fast this machine moves bytes, and how long its GPU does nothing."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from torch.utils.benchmark import Timer
 
 from minitri.core.offload.host_memory import host_memory
-from minitri.core.offload.streams import synchronize
-
-REPEATS = 7
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which a large tensor is read."""
     data = torch.ones(_num_bytes(device) // 4, device=device)
-    return data.nbytes / _seconds(data.sum, device)
+    return data.nbytes / _seconds(data.sum)
 
 
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
@@ -24,7 +21,7 @@ def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
     source = host_memory(target.nbytes, device) if from_host else torch.empty_like(target)
     source.zero_()
-    seconds = _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    seconds = _seconds(lambda: target.copy_(source, non_blocking=True))
     return (1 if from_host else 2) * target.nbytes / seconds
 
 
@@ -36,16 +33,10 @@ def _num_bytes(device: torch.device) -> int:
     return min(1 << 31, free // 4)
 
 
-def _seconds(move: Callable[[], object], device: torch.device) -> float:
-    """The median of several times."""
-    times = []
-    for _ in range(REPEATS):
-        synchronize(device)
-        started = time.perf_counter()
-        move()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+def _seconds(move: Callable[[], object]) -> float:
+    """The median of several times, until a GPU is done, too."""
+    timer = Timer("move()", globals={"move": move}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange().median
 
 
 def idle_share(step: Callable[[], object], num_steps: int) -> float:

@@ -1,10 +1,7 @@
 """Prefill and decoding of the model alone, next to the floor that memory bandwidth sets."""
 
 import argparse
-import contextlib
 import json
-import unittest.mock
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,16 +14,9 @@ from minitri.apps.cli.report import where
 from minitri.core.generation import Generation
 from minitri.core.roofline import bytes_per_pass
 from minitri.core.settings import GenerationConfig, SpeculationConfig
-from minitri.devices.cpu.kernels import Kernels, load_kernels
+from minitri.devices.cpu.kernels import load_kernels
 from minitri.engine import Engine
 from tools.bench.bandwidth import read_bandwidth
-
-PARTS = {
-    "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
-    "attention": ("aten::bmm", "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    "attention, softmax": ("aten::exp_", "aten::sum"),
-}
-"""Kernels of a decoding step on CPU by what they are for; the rest, profiling included: `other`."""
 
 
 def run_floor(args: argparse.Namespace) -> None:
@@ -82,48 +72,25 @@ def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConf
 def profile_decoding(
     engine: Engine, prompt: list[int], generation: GenerationConfig
 ) -> dict[str, float]:
-    """Milliseconds per decoding step by part of the model; what is in no kernel is `other`."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Milliseconds per decoding step: those that the compiled kernels of a CPU count for parts of
+    the layers, and all others, of which the LM head takes most."""
+    seconds, kernels = torch.zeros(2, dtype=torch.float64), load_kernels()
     run = plain_decoding(engine, prompt, generation)
     num_steps = min(16, generation.max_new_tokens - 3)
     while run.stats.num_decoded_tokens < 2:
         next(run)
     before = run.stats.decode_seconds
-    activities = [ProfilerActivity.CPU]
-    with seen_by_profiler(load_kernels()) as seconds, profile(activities=activities) as recorded:
-        while run.stats.num_decoded_tokens < 2 + num_steps:
-            next(run)
+    if kernels is not None:
+        kernels.seconds = seconds
+    while run.stats.num_decoded_tokens < 2 + num_steps:
+        next(run)
+    if kernels is not None:
+        kernels.seconds = None
     total = 1e3 * (run.stats.decode_seconds - before) / num_steps
     run.close()
-    rows = recorded.key_averages()
-    kernels = {row.key: row.self_cpu_time_total / 1e3 / num_steps for row in rows}
-    parts = {part: sum(kernels.get(name, 0.0) for name in names) for part, names in PARTS.items()}
-    for part, spent in zip(("linear layers", "attention"), seconds, strict=True):
-        parts[part] += 1e3 * float(spent) / num_steps
-    return {**parts, "other": total - sum(parts.values())}
-
-
-@contextlib.contextmanager
-def seen_by_profiler(kernels: Kernels | None) -> Iterator[Iterable[Any]]:
-    """Gives PyTorch's profiler the name of the LM head's kernel, which it does not know, and yields
-    the seconds of linear layers and attention in passes, which are one call each."""
-
-    def named(name: str, function: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            with torch.profiler.record_function(name):
-                function(*arguments)
-
-        return run
-
-    if kernels is None:
-        yield (0.0, 0.0)
-        return
-    library, seconds = kernels.library, torch.zeros(2, dtype=torch.float64)
-    linear = named("linear", library.minitri_linear)
-    head = unittest.mock.patch.object(library, "minitri_linear", linear)
-    with head, unittest.mock.patch.object(kernels, "seconds", seconds):
-        yield seconds
+    linear, attention = (1e3 / num_steps * seconds).tolist()
+    parts = {"linear layers": linear, "attention": attention}
+    return {**parts, "LM head and others": total - linear - attention}
 
 
 def describe(facts: dict[str, Any]) -> str:

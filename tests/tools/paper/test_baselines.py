@@ -9,7 +9,7 @@ import torch
 from minitri import SamplingParams, SpeculationConfig
 from minitri.core.model.llama import Llama
 from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config, tiny_model
-from tools.paper.baselines.policies import NAMES, QUERIES_AT_ONCE, HeavyHitters, speculation_with
+from tools.paper.baselines.policies import POLICIES, QUERIES_AT_ONCE, HeavyHitters, speculation_with
 from tools.paper.baselines.skipped_layers import with_layers
 from tools.paper.continuation import Continuation, expected_rate
 
@@ -80,7 +80,8 @@ def said(engine, long_text) -> Continuation:
 
 
 @pytest.mark.parametrize(
-    ("policy", "chunk_size"), [*((name, 8) for name in NAMES), ("retrieval", 1), ("retrieval", 32)]
+    ("policy", "chunk_size"),
+    [*((name, 8) for name in ("retrieval", *POLICIES)), ("retrieval", 1), ("retrieval", 32)],
 )
 def test_a_cache_of_the_whole_text_is_always_accepted_and_a_part_is_not(said, policy, chunk_size):
     def rate(budget: int) -> float:

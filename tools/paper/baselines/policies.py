@@ -8,8 +8,7 @@ Legend: see `minitri/core/caches/policies.py`; P tokens that are kept of a text,
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,8 @@ def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.
     all beyond the budget."""
     if name == "retrieval":
         return dataclasses.replace(settings, policy=name)
-    policy = HeavyHitters(settings.budget) if name == "h2o" else policy_of(name)
+    policy = HeavyHitters(settings.budget) if name == "h2o" else POLICIES[name]()
     return dataclasses.replace(settings, policy=policy, chunk_size=1)
-
-
-def policy_of(name: Any) -> Any:
-    """Policy object for a name of `NAMES`; anything else is returned as it is."""
-    return POLICIES[name]() if isinstance(name, str) and name in POLICIES else name
 
 
 class TopTokens(minitri.Policy):
@@ -123,9 +117,4 @@ class HeavyHitters(minitri.Policy):
         self._rows.pop(b, None)
 
 
-POLICIES: dict[str, Callable[[], minitri.Policy]] = {
-    "streaming": LatestTokens,
-    "topk": TopTokens,
-    "h2o": HeavyHitters,
-}
-NAMES = ("retrieval", *POLICIES)
+POLICIES = {"streaming": LatestTokens, "topk": TopTokens, "h2o": HeavyHitters}
