@@ -2,9 +2,8 @@
 
     python -m tools.race --prompt-file novel.txt --out race.gif
 
-Both go on with the same prompt in this process, in turns; the first turns, in which the prompt is
-read, are not timed. The picture replays the turn of median time of each on one clock: every token
-appears when its event came. Texts are seed-coupled or greedy, so equal, which is checked.
+Both go on with the same prompt, in turns; the first ones, which read it, are not timed. The picture
+replays the turn of median time of each on one clock. Texts are seed-coupled or greedy, so equal.
 """
 
 import argparse

@@ -2,10 +2,9 @@
 
     python -m tools.bench auto --prompt-file persuasion.txt --prompt-file sensesensibility.txt
 
-Settings are two ways to hold the weights of the default model's 4-bit file, times the beginnings of
-the texts, times ways to sample. The methods take turns after each beginning, whose K and V stay
-cached. Ratios are autoregressive over auto, ms/token: above 1, auto is faster. A table of passes
-says what a verification of several tokens costs, next to one token.
+Settings are two ways to hold the weights of a 4-bit file, times beginnings of texts, times ways to
+sample. The methods take turns after each beginning, whose K and V stay cached. A ratio above 1
+says that auto is faster. A table of passes says what a verification of several tokens costs.
 """
 
 import argparse

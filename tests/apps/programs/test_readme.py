@@ -35,8 +35,8 @@ ADDED = {
     "minitri bench --compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
     "minitri plan": "",
     "python -m tools.paper": "",
-    "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
-    "--max-new-tokens 4",
+    "python -m tools.race --prompt-file persuasion.txt --weights dense": "-n 4 "
+    "--max-prompt-tokens 600",
 }
 """Commands to run, each with flags that come after its own."""
 OTHERS = ("torchrun ", "python -m tools.b", "python -m pytest", "python3 -m venv", "pytest ")
