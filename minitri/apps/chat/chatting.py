@@ -154,14 +154,16 @@ class Chat:
         """continue the conversation before this one"""
         if (file := self._archive.earlier) is None:
             raise InputError("there is no earlier conversation; ask something")
-        talk = self.talk.restored(file.read_text("utf-8"))
-        self._resume(talk.mapped(talk.tokenizer.encode_marked))
+        with explain(f"{file} holds no conversation", "ask something"):
+            talk = self.talk.restored(file.read_text("utf-8"))
+            talk = talk.mapped(talk.tokenizer.encode_marked)
+        self._resume(talk)
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
         self._archive.begin()
         self.talk = replace(self.talk, turns=())
-        say("questions and answers are forgotten")
+        say("questions and answers are forgotten, until /resume")
 
     def do_quit(self, _: str) -> None:
         """leave, as Ctrl-D does; Ctrl-C stops an answer, or clears the line"""
@@ -178,8 +180,8 @@ class Chat:
     def _resume(self, talk: Conversation) -> None:
         """Continues another conversation, and keeps the documents of both."""
         talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
+        self._archive.begin()  # before it is read, which may fail
         self._read(talk.with_documents({}, self._engine.config, self._args))
-        self._archive.begin()
         if talk.turns:
             self.do_show("")
 
@@ -205,6 +207,7 @@ class Chat:
             raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
+            self._archive.begin()  # another file, as this one has them
         row = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
         ids = row.token_ids

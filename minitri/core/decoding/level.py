@@ -63,24 +63,28 @@ class Level(Stage):
         """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
         if not self.below:
             return self._draft(sequences, active)
-        texts = [[*sequence] for sequence in sequences]  # extended by rounds, unlike `sequences`
-        probs: list[list[Tensor]] = [[] for _ in texts]
-        origins: list[list[str]] = [[] for _ in texts]
+        probs: list[list[Tensor]] = [[] for _ in sequences]
+        origins: list[list[str]] = [[] for _ in sequences]
         failed = set[int]()
         unfinished = active
-        while any(unfinished):
-            for b, row in enumerate(self.round(texts, unfinished, unfinished)):
-                probs[b].append(row.probs_NV)
-                if row.tokens:  # this level sampled the last one, recovered or bonus, itself
-                    origins[b] += [*row.origins[:-1], self.name]
-                elif unfinished[b]:
-                    failed.add(b)
-            unfinished = [
-                on and len(origins[b]) < self.gamma and b not in failed
-                for b, on in enumerate(active)
-            ]
-        # The level above takes all of these tokens as guesses.
-        blocks = [text[len(old) :] for text, old in zip(texts, sequences, strict=True)]
+        starts = [len(sequence) for sequence in sequences]
+        blocks: Rows = []  # the level above takes all of these tokens as guesses
+        try:  # rounds append to the texts themselves: to copy a long one takes 0.1 ms and more
+            while any(unfinished):
+                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                    probs[b].append(row.probs_NV)
+                    if row.tokens:  # this level sampled the last one, recovered or bonus, itself
+                        origins[b] += [*row.origins[:-1], self.name]
+                    elif unfinished[b]:
+                        failed.add(b)
+                unfinished = [
+                    on and len(origins[b]) < self.gamma and b not in failed
+                    for b, on in enumerate(active)
+                ]
+        finally:
+            for sequence, start in zip(sequences, starts, strict=True):
+                blocks.append(sequence[start:])
+                del sequence[start:]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -205,6 +206,24 @@ def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch
     chat.obey("When?")
     assert all(file.read_text() == text for file, text in kept.items())
     assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.rglob("*"))
+
+
+def test_a_resume_that_fails_harms_no_conversation(begin, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = state_folder()
+    begin(folder=folder).obey("Who?")
+    chat = begin(folder=folder)
+    chat.obey("Why?")
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "_read", Mock(side_effect=InputError("no memory")))
+        chat.obey("/resume")
+    chat.obey("When?")
+    assert "Why?" in "".join(file.read_text() for file in folder.glob("*.json"))
+    for file in folder.glob("*.json"):
+        file.write_bytes(b"[\xff")
+    for line in ("clear", "/resume"):
+        chat.obey(line)
+    assert re.search("no memory.*holds no conversation", caplog.text, re.S)
 
 
 def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, capsys):
