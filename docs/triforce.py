@@ -455,9 +455,7 @@ def parse(words: list[str] | None = None) -> Namespace:
     parser.add_argument("text", type=Path, help="file; --rule is token, block or coupled")
     parser.add_argument("--offload", action="store_true", help="keep the full cache on the host")
     for name, default in FLAGS.items():
-        parser.add_argument(
-            f"--{name}", type=type(default), default=default, help=f"default: {default}"
-        )
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default}")
     how = parser.parse_args(words)
     numbers = how.gamma1, how.gamma2, how.budget, how.prompt_tokens, how.new_tokens
     if min(numbers) < 1 or how.temperature < 0 or how.rule not in ("token", "block", "coupled"):
@@ -468,12 +466,12 @@ def parse(words: list[str] | None = None) -> Namespace:
 def write(run: Iterator[tuple[int, str]], model: Llama, count: int, *, show: bool) -> Any:
     """Prints tokens of a run if `show`; returns who guessed them, and ms for each but the first."""
     stream, ends = decoders.DecodeStream(skip_special_tokens=True), model.config.get("eos_token_id")
-    origins, start = list[str](), 0.0
+    origins, start, colors = list[str](), 0.0, COLORS if sys.stdout.isatty() else {}
     for _, (token, origin) in zip(range(count), run, strict=False):
         start = start or time.perf_counter()
         origins.append(origin)
         if show and (piece := stream.step(model.tokenizer, token)):
-            print(f"{COLORS[origin]}{piece}\x1b[0m", end="", flush=True)
+            print(f"{colors[origin]}{piece}\x1b[0m" if colors else piece, end="", flush=True)
         if token in (ends if isinstance(ends, list) else [ends]):
             break
     return origins, 1e3 * (time.perf_counter() - start) / max(1, len(origins) - 1)
@@ -482,9 +480,11 @@ def write(run: Iterator[tuple[int, str]], model: Llama, count: int, *, show: boo
 def main(words: list[str] | None = None) -> None:
     """Reads a text, writes on, and does it again without speculation."""
     how = parse(words)
+    text = how.text.read_text("utf-8", "replace")
     model = load(how.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), {})
-    ids = model.tokenizer.encode(how.text.read_text("utf-8", "replace")).ids[: how.prompt_tokens]
-    if not ids or len(ids) + how.new_tokens > (most := model.config["max_position_embeddings"]):
+    ids = model.tokenizer.encode(text).ids[: how.prompt_tokens]
+    most = model.config["max_position_embeddings"]
+    if not 0 < len(ids) <= most - how.new_tokens:
         raise ValueError(f"{how.text} gives {len(ids)} tokens; give 1 to {most} with new ones")
     run = ids, make_stages(model, how, len(ids) + how.new_tokens)
     origins, ms = write(triforce(*run, how.gamma1, how.gamma2), model, how.new_tokens, show=True)

@@ -14,12 +14,26 @@ class Archive:
 
     def __init__(self, folder: Path = NOWHERE) -> None:
         self.folder = folder
+        self._read = set[Path]()
         self.begin()
 
     def begin(self) -> None:
-        """Begins a new file; the latest one before it has the `earlier` conversation."""
-        self.earlier = max(self.folder.glob("*.json"), default=None)
+        """Begins a new file; the ones before it stay as they are."""
         self._file = self.folder / f"{time.time_ns()}.json"
+
+    @property
+    def earlier(self) -> Path | None:
+        """The file that was changed last, apart from the current one and those that were read."""
+        files = {*self.folder.glob("*.json")} - {self._file, *self._read}
+        return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+    def read(self) -> str:
+        """The text of the earlier conversation; the next call reads the one before that. Raises
+        `OSError` and `ValueError`."""
+        if (file := self.earlier) is None:
+            raise ValueError("none is kept")
+        self._read.add(file)
+        return file.read_text("utf-8")
 
     def write(self, note: str) -> None:
         """Writes the current conversation to its file, in place of its earlier state."""

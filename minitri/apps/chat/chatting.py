@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import minitri
@@ -46,8 +47,7 @@ class Chat:
         self.talk = talk
         self._archive = archive
         self._output = output
-        self._speed = ""
-        self._file = ""
+        self._speed = self._file = self._saved = ""
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine)
@@ -129,8 +129,8 @@ class Chat:
     def do_documents(self, file: str) -> None:
         """[FILE] add a document; show the tokens of each"""
         if file:
-            self._file = file
             texts = {file: read_document(file, "/documents")}
+            self._file = file
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
@@ -142,20 +142,22 @@ class Chat:
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
+        if file != self._saved and Path(file).is_file():
+            raise InputError(f"{file} is there; name another file, or the last of /save or /load")
         say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
+        self._saved = file
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
         self._resume(self.talk.restored(self._engine.snapshot_note))
+        self._saved = file
         say(f"loaded {num_tokens} tokens from {file}")
 
     def do_resume(self, _: str) -> None:
         """continue the conversation before this one"""
-        if (file := self._archive.earlier) is None:
-            raise InputError("there is no earlier conversation; ask something")
-        with explain(f"{file} holds no conversation", "ask something"):
-            talk = self.talk.restored(file.read_text("utf-8"))
+        with explain("there is no earlier conversation to be read", "ask something"):
+            talk = self.talk.restored(self._archive.read())
             talk = talk.mapped(talk.tokenizer.encode_marked)
         self._resume(talk)
 

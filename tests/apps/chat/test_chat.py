@@ -208,6 +208,21 @@ def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch
     assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.rglob("*"))
 
 
+def test_a_saved_conversation_is_in_nobodys_way_and_the_one_used_last_is_resumed_first(
+    begin, tmp_path, caplog
+):
+    first, second = begin(folder=tmp_path), begin(folder=tmp_path)
+    for chat, line in ((first, "Who?"), (second, "Why?"), (first, "When?")):
+        chat.obey(line)
+    first.obey(f"/save {tmp_path}/a.kv")
+    second.obey(f"/save {tmp_path}/a.kv")
+    assert "a.kv is there" in caplog.text
+    later = begin(folder=tmp_path)
+    for questions in (["Who?", "When?"], ["Why?"]):
+        later.obey("/resume")
+        assert [turn.question for turn in later.talk.turns] == questions
+
+
 def test_a_resume_that_fails_harms_no_conversation(begin, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     folder = state_folder()
@@ -223,7 +238,7 @@ def test_a_resume_that_fails_harms_no_conversation(begin, tmp_path, monkeypatch,
         file.write_bytes(b"[\xff")
     for line in ("clear", "/resume"):
         chat.obey(line)
-    assert re.search("no memory.*holds no conversation", caplog.text, re.S)
+    assert re.search("no memory.*no earlier conversation", caplog.text, re.S)
 
 
 def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, capsys):
