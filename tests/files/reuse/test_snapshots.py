@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -104,6 +105,16 @@ def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt
     assert say(engine, prompt) == (text, 0)
 
 
+def test_a_large_file_of_another_kind_is_not_read(engine, tmp_path):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    os.truncate(path, 1 << 28)
+    with refused("KV snapshot", "another file"):
+        engine.load_kv(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
+
+
 @pytest.mark.parametrize("fact", ["weights", "dtype", "rope", "config"])
 def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_path, fact):
     """One other number in the weights, far from any evenly spread sample, is another model."""
@@ -140,7 +151,7 @@ def test_a_program_that_changes_its_folder_saves_k_and_v(folder, tmp_path, monke
     engine = minitri.load(folder.name, device="cpu")
     say(engine, [1, 2, 3])
     monkeypatch.chdir(tmp_path)
-    assert engine.save_kv("x") == len(engine.held_tokens)
+    assert engine.save_kv(b"x") == engine.load_kv(b"x") == len(engine.held_tokens)
 
 
 def test_a_file_is_its_owners_and_replaces_a_snapshot_but_no_link_or_other_file(
