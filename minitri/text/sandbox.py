@@ -37,31 +37,40 @@ class Sandbox:
         if self._owner != os.getpid():  # after a fork the processes are the parent's
             self._owner = os.getpid()
             self.idle.clear()
+        text = json.dumps(question)
         try:
-            child = self.idle.pop()
+            line = self._ask(text, self.idle.pop())
         except IndexError:  # the first question, or other threads use all processes
-            child = Popen(
-                self._command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C ends minitri, not an answer
-            )
-        line = ""
-        with suppress(BrokenPipeError):
-            print(json.dumps(question), file=child.stdin, flush=True)
-            line = child.stdout.readline() if child.stdout else ""
-        if line and not self.idle:
-            self.idle.append(child)
-        else:
-            stop([child])
+            line = ""
+        if not line:  # or the process had died, or had little memory left
+            line = self._ask(text)
         if not line:
             raise ValueError(self._excess)
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
+
+    def _ask(self, text: str, child: Popen[str] | None = None) -> str:
+        """The line that a process, or a new one, answers; "" if it ends before."""
+        child = child or Popen(
+            self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C ends minitri, not an answer
+        )
+        line = ""
+        with suppress(BrokenPipeError):
+            print(text, file=child.stdin, flush=True)
+            line = child.stdout.readline() if child.stdout else ""
+        is_whole = line.endswith("\n")
+        if is_whole and not self.idle:
+            self.idle.append(child)
+        else:
+            stop([child])
+        return line if is_whole else ""
 
 
 def stop(children: list[Popen[str]]) -> None:
