@@ -84,6 +84,8 @@ def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(path)} for {model}"
     with explain(problem, "read the text again and save it again"), path.open("rb") as file:
+        if not file.peek(99)[8:].startswith(START):  # the length of a header may be anything
+            raise ValueError("it is another file")
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         facts = header.pop("__metadata__")
         for fact, value in origin.manifest.items():

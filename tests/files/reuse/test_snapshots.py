@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -102,6 +103,16 @@ def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt
     with refused("KV snapshot"):
         engine.load_kv(path)
     assert say(engine, prompt) == (text, 0)
+
+
+def test_a_large_file_of_another_kind_is_not_read(engine, tmp_path):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    os.truncate(path, 1 << 28)
+    with refused("KV snapshot", "another file"):
+        engine.load_kv(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
 
 
 @pytest.mark.parametrize("fact", ["weights", "dtype", "rope", "config"])
