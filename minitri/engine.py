@@ -150,10 +150,12 @@ class Engine(AbstractContextManager["Engine"]):
         check_prompt(ids, self.config, 0)
         if len(ids) < 2:
             raise InputError("the text is one token, after which nothing is scored; give more")
-        settings = (SamplingParams(), GenerationConfig(1))
+        settings = (SamplingParams(), GenerationConfig(1, cuda_graphs=False))
         row = Row(0, Request(ids, 0, *settings, score_prompt=True), ids)
         shape = MemoryShape((len(ids),), *settings, ALONE)
-        [end] = Generation([row], shape, self._pool).results()
+        pool = MemoryPool(self.models)  # of its own: the text that the engine holds stays
+        pool.runs = self._pool.runs
+        [end] = Generation([row], shape, pool).results()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
     def stream(

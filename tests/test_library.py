@@ -154,7 +154,10 @@ def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
     found = engine.score(ids)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     assert engine.score(engine.tokenizer.decode(ids)).tolist() == found.tolist()
+    engine.complete([5, 6, 7], max_new_tokens=1)
+    held = engine.held_tokens
     assert engine.score([5] * 512).shape == (511,)
+    assert engine.held_tokens == held
     how = {"logprobs": 2, "max_new_tokens": 3}
     requests = [Request(ids, 1, score_prompt=on, **how) for on in (True, False)]
     scored, plain = engine.stream(requests).results()
