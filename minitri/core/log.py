@@ -16,6 +16,12 @@ class LossyHandler(logging.StreamHandler[TextIO]):
     _num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(record)
+        except Exception:  # as other handlers do
+            self.handleError(record)
+
+    def _write(self, record: logging.LogRecord) -> None:
         if self._num_lost:
             record.msg = f"{record.msg} (after {self._num_lost} lines that are lost)"
         text = self.format(record) + self.terminator

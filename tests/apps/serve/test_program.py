@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -57,6 +58,14 @@ def test_a_log_that_nobody_reads_stops_nobody(line):
         num_lost = 200 - pipe.read(1 << 20).count(b"\n")
         handler.handle(logging.makeLogRecord({"msg": "again"}))
         assert pipe.read(100) == b"again (after %d lines that are lost)\n" % num_lost
+
+
+def test_a_log_line_that_cannot_be_written_stops_nobody(capsys):
+    handler = LossyHandler(io.StringIO())
+    handler.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    handler.stream.close()
+    handler.handle(logging.makeLogRecord({"msg": "closed"}))
+    assert capsys.readouterr().err.count("Logging error") == 2
 
 
 def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):
