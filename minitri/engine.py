@@ -183,7 +183,7 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams | None = None,
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        generation: GenerationConfig | None = None,
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
@@ -194,6 +194,7 @@ class Engine(AbstractContextManager["Engine"]):
         A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
+        generation = generation or GenerationConfig()
         sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
         room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
@@ -270,17 +271,17 @@ class Engine(AbstractContextManager["Engine"]):
         """Tokens of the longest text whose K and V are kept from the last run or a snapshot."""
         return list(self._pool.held.tokens) if self._pool.held else []
 
-    def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
+    def save_kv(self, path: str | bytes | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of the longest kept text to a file; returns its number of tokens."""
         with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
-            return write_snapshot(Path(path), held, origin_of(self.model), note)
+            return write_snapshot(Path(os.fsdecode(path)), held, origin_of(self.model), note)
 
-    def load_kv(self, path: str | os.PathLike[str]) -> int:
+    def load_kv(self, path: str | bytes | os.PathLike[str]) -> int:
         """Opens a file that `save_kv` wrote; prompts reuse its K and V until `release`.
         Returns its number of tokens; sets `snapshot_note`. Raises `InputError` if it is unfit."""
-        held, self.snapshot_note = read_snapshot(Path(path), origin_of(self.model))
+        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), origin_of(self.model))
         self._pool.snapshot = held
         return len(held.tokens)
 

@@ -151,7 +151,7 @@ def test_a_program_that_changes_its_folder_saves_k_and_v(folder, tmp_path, monke
     engine = minitri.load(folder.name, device="cpu")
     say(engine, [1, 2, 3])
     monkeypatch.chdir(tmp_path)
-    assert engine.save_kv("x") == len(engine.held_tokens)
+    assert engine.save_kv(b"x") == engine.load_kv(b"x") == len(engine.held_tokens)
 
 
 def test_a_file_is_its_owners_and_replaces_a_snapshot_but_no_link_or_other_file(
