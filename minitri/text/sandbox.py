@@ -39,11 +39,11 @@ class Sandbox:
             self.idle.clear()
         text = json.dumps(question)
         try:
-            line = self._ask(self.idle.pop(), text)
+            line = self._ask(text, self.idle.pop())
         except IndexError:  # the first question, or other threads use all processes
             line = ""
         if not line:  # or the process had died, or had little memory left
-            line = self._ask(self._start(), text)
+            line = self._ask(text)
         if not line:
             raise ValueError(self._excess)
         answer = json.loads(line)
@@ -51,18 +51,16 @@ class Sandbox:
             raise ValueError(answer["error"])
         return answer["text"]
 
-    def _start(self) -> Popen[str]:
-        return Popen(  # in a new session: Ctrl-C ends minitri, not an answer
+    def _ask(self, text: str, child: Popen[str] | None = None) -> str:
+        """The line that a process, or a new one, answers; "" if it ends before."""
+        child = child or Popen(
             self._command,
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
             text=True,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C ends minitri, not an answer
         )
-
-    def _ask(self, child: Popen[str], text: str) -> str:
-        """A process's line of answer, after which it waits for more; "" if it ends before."""
         line = ""
         with suppress(BrokenPipeError):
             print(text, file=child.stdin, flush=True)

@@ -27,7 +27,8 @@ class DraftRound:
         """Drafts with `model`; `lender`, another model or itself, has its embedding table."""
         assert isinstance(model.layers, KernelLayers)
         self._layers = model.layers
-        self._model = model
+        # Not the model itself, which has this round: a cycle would keep the weights in memory.
+        self._rope, self._config, self._dtype = model.rope, model.config, model.dtype
         self._rotary = model.rope.at(torch.arange(0))  # grows with the longest cache
         self._weights = RoundArguments(norm=model.norm.weight)
         head = model.lm_head
@@ -57,11 +58,11 @@ class DraftRound:
             tensors=(uniforms_BN,),
         )
         if len(self._rotary.cos) < S:
-            self._rotary = self._model.rope.at(torch.arange(S))
-        config = self._model.config
+            self._rotary = self._rope.at(torch.arange(S))
+        config = self._config
         V = min(vocab_size, config.vocab_size)
         filters_B = (FilterArguments * B)(*(filters_of(params, V=V) for params in sampling))
-        x_BTE = torch.empty(B, T, config.hidden_size, dtype=self._model.dtype)
+        x_BTE = torch.empty(B, T, config.hidden_size, dtype=self._dtype)
         tokens_BN = torch.empty(B, N, dtype=torch.int64)
         probs_BNV = torch.empty(B, N, vocab_size)
         arguments = RoundArguments.from_buffer_copy(self._weights)

@@ -1,6 +1,8 @@
 """A drafter's round in one call of the kernels has the bits of single passes."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -126,3 +128,14 @@ def test_what_one_call_cannot_do_is_done_by_single_passes():
     draft.lent_embedding = tiny_model(CONFIG, dtype=torch.bfloat16).embed
     draft.execution = replace(draft.execution, draft_round=None)
     assert drafter_in_few_bits(draft, "same").execution.draft_round is None
+
+
+def test_a_drafter_without_users_is_freed_at_once():
+    _, draft = models_of("same", torch.float32)
+    weights = weakref.ref(draft.norm.weight)
+    gc.disable()
+    try:
+        del draft
+        assert weights() is None
+    finally:
+        gc.enable()
