@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "core": (5_900, {"core"}),
     "devices": (2_300, {"core", "devices"}),
-    "text": (890, {"core", "text"}),
-    "files": (1_780, {"core", "devices", "text", "files"}),
+    "text": (895, {"core", "text"}),
+    "files": (1_790, {"core", "devices", "text", "files"}),
     "trees": (365, {"core", "trees"}),
     "": (815, {"core", "devices", "text", "files", "trees", ""}),
     "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
