@@ -32,7 +32,7 @@ from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
 
 LEAST_ROOM = 4096
-"""Room of a row in an open run by default, in tokens; at most the context length."""
+"""Default room of a row, in tokens, in a run that takes requests while it goes on (`open`)."""
 
 
 class Engine(AbstractContextManager["Engine"]):

@@ -135,11 +135,11 @@ def allocate(
     speculation = shape.speculation
     if not full:
         full = allocate_full_cache(target, demand_of(models, shape), host)
-    # Decoding rounds K and V otherwise than prefill does. Where kernels promise that a text has the
-    # same bits as in a fresh run, only K and V of prompts are reused.
+    # K and V from decoding differ in their last bits from those of prefill. Where kernels promise
+    # that a text has the same bits as in a fresh run, only K and V of prompts are reused.
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
-    if held:  # before captures overwrite the first slots of empty rows
+    if held:  # now, as capturing graphs overwrites the first slots of empty rows
         prefix.adopt(held)
     if not graphs and shape.generation.cuda_graphs and target.device.type == "cuda":
         graphs = GraphPool(target.device)
@@ -149,7 +149,7 @@ def allocate(
     cache: RetrievalCache | None = None
     if models.draft and shape.uses_drafter:
         window = StreamingCache(models.draft, shape.num_rows, speculation)
-        # Only trees need single passes; whole rounds of chains are captured later, by the level.
+        # Trees replay a pass for each depth; of chains `Level.capture` captures whole rounds.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
         passes = Passes(models.draft, window, filters, V)
         runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)

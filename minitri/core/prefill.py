@@ -1,9 +1,9 @@
 """Prefill: reads a prompt into a row of a full cache, chunk by chunk, or layer by layer.
 
 The last token of a prompt is not read here: `Stack.start` reads it, and samples the first output
-token. Into host memory a prompt is read layer by layer, each of which reads all chunks: chunk by
-chunk, every layer would fetch K and V of all earlier chunks, 3.8 TB for 122,880 tokens of a 7B
-model. Legend: T tokens of a chunk, N scored tokens, E hidden size, V vocab, L layers, B rows,
+token. With the cache in host memory each layer reads all chunks before the next layer starts: else
+every chunk would fetch K and V of all earlier ones again, 3.8 TB for 122,880 tokens of a 7B model.
+Legend: T tokens of a chunk, N scored tokens, E hidden size, V vocab, L layers, B rows,
 H query heads, D head dim.
 """
 

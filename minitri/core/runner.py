@@ -175,7 +175,7 @@ class ModelRunner:
         ]
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
-        """Runs the pass `forward`; text filters change the logits after each of the `paths`."""
+        """Runs the pass `forward` and text filters; `paths`: guesses before each output."""
         if self.graphs:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:

@@ -9,7 +9,7 @@ from minitri.text.tokenizer import Tokenizer
 class TextReader:
     """Turns one output's tokens into text with stop strings; a `minitri.core.requests.Reader`."""
 
-    CONTEXT = 6  # tokens of the prompt that may begin a character of the output, or its first space
+    CONTEXT = 6  # last prompt tokens that are decoded first: the output may complete a character
 
     def __init__(
         self,

@@ -278,5 +278,5 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def speculation_of(args: argparse.Namespace, temperature: float = 0) -> SpeculationConfig:
     """Speculation settings by the flags. Raises `InputError`.
-    With measured times if no seed, given or drawn, is to repeat the text."""
+    The autotuner uses measured times only for greedy texts without --seed."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

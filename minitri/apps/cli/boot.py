@@ -17,7 +17,7 @@ from minitri.text.prompt_ids import draw_seed
 
 
 def load_engine(args: Namespace, *texts: str) -> "tuple[minitri.Engine, list[list[int]]]":
-    """Loads the engine that the flags name; also token ids of prompts, which are checked before."""
+    """Opens the files that flags name, encodes and checks the prompts, then loads the weights."""
     opened = open_engine(args)
     prompts = [inputs.encode(text, opened, args) for text in texts]
     return load_weights(args, opened), prompts

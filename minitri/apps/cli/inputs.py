@@ -85,6 +85,6 @@ def encode(
 
 
 def num_after_text(ids: list[int], empty: list[int]) -> int:
-    """How many of the last `ids` a chat template adds after the text, of which `empty` has none."""
+    """How many of the last `ids` a chat template adds after a text; `empty`: ids of no text."""
     after = empty[num_common(ids, empty) :]
     return num_common(ids[::-1], after[::-1])

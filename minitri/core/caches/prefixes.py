@@ -108,7 +108,7 @@ class PrefixCache:
 
     def publish(self, b: int, tokens: list[int]) -> None:
         """Stores K and V of these first tokens of row b's prompt for other engines."""
-        if self.store and not self.snapshot:  # which may be of another device
+        if self.store and not self.snapshot:  # another device may have computed that
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:

@@ -88,7 +88,7 @@ def wheel_name(level: str = "*", compiler: str = "*") -> str:
 
 
 def built_library() -> Path:
-    """Path of the library that was built here, in a folder that no other user can write to.
+    """Path for C++ kernels compiled on this machine; only this user can write to its folder.
     Raises `OSError` or `InputError`."""
     folder = weights_folder() / "kernels"
     folder.mkdir(0o700, parents=True, exist_ok=True)
