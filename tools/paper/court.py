@@ -122,7 +122,10 @@ def by_block(guesses: list[int], q: list[Probs], p: list[Probs], u: list[float])
 
 def if_sampled(guesses: list[int], _: list[Probs], p: list[Probs], u: list[float]) -> list[int]:
     """The target's own sample of every position; a guess stands as long as it is that."""
-    return walk(guesses, p, u, lambda i, x: x == sample_one(p[i], u[i]), lambda i: u[i])
+    for i, token in enumerate(guesses):
+        if (sampled := sample_one(p[i], u[i])) != token:
+            return [*guesses[:i], sampled]
+    return [*guesses, sample_one(p[-1], u[-1])]
 
 
 def if_best(guesses: list[int], _: list[Probs], p: list[Probs], u: list[float]) -> list[int]:
@@ -160,15 +163,11 @@ def without_bonus(guesses: list[int], q: list[Probs], p: list[Probs], u: list[fl
 
 
 def walk(
-    guesses: list[int],
-    p: list[Probs],
-    u: list[float],
-    accepts: Callable[[int, int], bool],
-    number: Callable[[int], float] | None = None,
+    guesses: list[int], p: list[Probs], u: list[float], accepts: Callable[[int, int], bool]
 ) -> list[int]:
     """The guesses before the first that fails its test, and a sample of p there."""
     num = next((i for i, token in enumerate(guesses) if not accepts(i, token)), len(guesses))
-    return [*guesses[:num], sample_one(p[num], number(num) if number else u[-1])]
+    return [*guesses[:num], sample_one(p[num], u[-1])]
 
 
 def residual(p: Probs, q: Probs, weight: float = 1.0) -> list[float]:

@@ -16,10 +16,18 @@ from torch import Tensor
 from minitri.core.decoding.reference import Model
 from tools.paper.court import LOSSLESS, RULES, distance
 from tools.paper.item import Done, Item, Json, Shown, Table
-from tools.paper.items.exactness import DRAFT, MODEL_AT, TARGET, Toy, residual, total_variation
+from tools.paper.items.exactness import (
+    DRAFT,
+    MODEL_AT,
+    TARGET,
+    Toy,
+    cells,
+    residual,
+    total_variation,
+)
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import curves, grid, grouped, select
+from tools.paper.shapes import curves, grouped, select
 
 TOYS = range(4)
 """Seeds of toys, of which the worst is shown."""
@@ -88,13 +96,6 @@ def recovered_by_one_number(q_NV: Tensor, p_NV: Tensor, left_NV: Tensor) -> Tens
     places_NV = torch.searchsorted(ratios_NV, ends_NV, right=True)
     integral_NV = ends_NV * rejected_NV.gather(1, places_NV) - moment_NV.gather(1, places_NV)
     return integral_NV.diff(dim=1)
-
-
-def cells(scale: Scale) -> list[Json]:
-    """The model after every text, and the toys, by temperature."""
-    asked = [T for T in MODEL_AT if T in scale.temperatures]
-    real = grid(what=["model"], text=range(scale.num_speed_texts), temperature=asked)
-    return real + grid(what=["toy"], temperature=scale.temperatures)
 
 
 def measure(lab: Lab, settings: Json) -> Json:
