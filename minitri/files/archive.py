@@ -28,8 +28,7 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """The text of the earlier conversation; the next call reads the one before that. Raises
-        `OSError` and `ValueError`."""
+        """Reads the earlier chat, next time the one before. Raises `OSError`, `ValueError`."""
         if (file := self.earlier) is None:
             raise ValueError("none is kept")
         self._read.add(file)

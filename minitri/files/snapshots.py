@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from zlib import crc32
 
@@ -84,7 +85,7 @@ def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(path)} for {model}"
     with explain(problem, "read the text again and save it again"), path.open("rb") as file:
-        if not file.peek(99)[8:].startswith(START):  # the length of a header may be anything
+        if not begins_as_snapshot(file):  # whose header may say any length
             raise ValueError("it is another file")
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         facts = header.pop("__metadata__")
@@ -142,8 +143,13 @@ def check_place(path: Path) -> None:
         if path.is_symlink() or not path.is_file():
             raise ValueError("a link, folder or device is there")
         with path.open("rb") as file:
-            if not file.read(99)[8:].startswith(START):
+            if not begins_as_snapshot(file):
                 raise ValueError("another file is there, which would be lost")
+
+
+def begins_as_snapshot(file: BufferedReader) -> bool:
+    """Whether a file that was just opened begins as `write_snapshot` begins one."""
+    return file.peek(99)[8:].startswith(START)
 
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
