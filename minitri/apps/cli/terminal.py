@@ -57,8 +57,8 @@ def stream(
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):
-                left = seconds_left(config, run.stats.prefill_seconds, event)
-                if not bar.n and left > SLOW:
+                spent = run.stats.prefill_seconds
+                if not bar.n and (left := seconds_left(config, spent, event)) > SLOW:
                     bar.clear()
                     log.info("the prompt will be read in about %.1f minutes", left / 60)
                 bar.update(event.num_done - bar.n)
