@@ -38,12 +38,11 @@ class Sandbox:
             self._owner = os.getpid()
             self.idle.clear()
         text = json.dumps(question)
-        try:
-            line = self._ask(text, self.idle.pop())
-        except IndexError:  # the first question, or other threads use all processes
-            line = ""
-        if not line:  # or the process had died, or had little memory left
-            line = self._ask(text)
+        child = None
+        with suppress(IndexError):  # of the first question, or where other threads use all
+            child = self.idle.pop()
+        # An idle process may have died, or have little memory left.
+        line = (child and self._ask(text, child)) or self._ask(text)
         if not line:
             raise ValueError(self._excess)
         answer = json.loads(line)
