@@ -10,7 +10,7 @@ says that auto is faster. A table of passes says what a verification of several 
 import argparse
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from minitri.apps.cli.inputs import read_prompt
 from minitri.core.caches.full import FullCache
 from minitri.core.errors import InputError
 from minitri.core.model.block import read_block
+from minitri.core.prefill import prefill
 from minitri.files.named_models import DEFAULT_MODEL
 from tools.flags import positive
 from tools.paper.item import Table
@@ -64,10 +65,7 @@ def pass_seconds(engine: "minitri.Engine", prompt: list[int], repeats: int) -> d
     cache = FullCache.allocate(model, 1, len(prompt) + max(BLOCKS))
     times = defaultdict[int, list[float]](list)
     with torch.inference_mode():
-        for start in range(0, len(prompt), 1000):
-            part = prompt[start : start + 1000]
-            read_block(model, [part], cache, is_prompt=True)
-            cache.advance([len(part)])
+        deque(prefill(model, prompt, cache, 0, chunk=1024), 0)
         for _ in range(8 * repeats):
             for num in BLOCKS:
                 started = time.perf_counter()
