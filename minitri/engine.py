@@ -15,10 +15,10 @@ from torch import Tensor
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
-from minitri.core.graphs import filters_of
+from minitri.core.graphs import sampling_to_capture
 from minitri.core.memory import MemoryPool, Models, check_process, computing
 from minitri.core.model.llama import Llama
-from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
+from minitri.core.requests import End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
@@ -108,11 +108,12 @@ class Engine(AbstractContextManager["Engine"]):
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
         not set, rows share the autotuner's choices. Raises `InputError` before any work."""
-        sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
+        settings = (sampling, generation, speculation)
+        sampling, generation, speculation = self._settings(*settings, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
-        return self._run(requests, generation, config)
+        return self._run(requests, generation, speculation)
 
     def chat(self, messages: str | Sequence[Message], **settings: Any) -> Generation:
         """Starts a run over the answer to messages or a text: see `Tokenizer.encode_chat`."""
@@ -152,7 +153,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise InputError("the text is one token, after which nothing is scored; give more")
         settings = (SamplingParams(), GenerationConfig(1, cuda_graphs=False))
         row = Row(0, Request(ids, 0, *settings, score_prompt=True), ids)
-        shape = MemoryShape((len(ids),), *settings, ALONE)
+        shape = MemoryShape((len(ids),), *settings, SpeculationConfig("autoregressive"))
         pool = MemoryPool(self.models)  # of its own: the text that the engine holds stays
         pool.runs = self._pool.runs
         [end] = Generation([row], shape, pool).results()
@@ -172,11 +173,12 @@ class Engine(AbstractContextManager["Engine"]):
         Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
         run, such as `method`. Raises `InputError` before any work, naming the request."""
         check_run(batch_size, fields)
-        _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
+        settings = (SamplingParams(), generation, speculation)
+        _, generation, speculation = settings_of(*settings, **fields)
         requests = list(requests)
         if not requests:
             raise InputError("there are no requests; give at least one")
-        return self._run(requests, generation, config, batch_size)
+        return self._run(requests, generation, speculation, batch_size)
 
     def open(
         self,
@@ -194,12 +196,12 @@ class Engine(AbstractContextManager["Engine"]):
         A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
-        generation = generation or GenerationConfig()
-        sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
+        settings = (sampling, generation or GenerationConfig(), speculation)
+        sampling, generation, speculation = self._settings(*settings, **fields)
         room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
-        shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
+        shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), speculation)
         return self._open(shape)
 
     def _open(self, shape: MemoryShape) -> Generation:
@@ -212,7 +214,7 @@ class Engine(AbstractContextManager["Engine"]):
         *others: Any,
         json_schema: Any = None,
         **settings: Any,
-    ) -> list[Any]:
+    ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
         """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
         if json_schema is not None:
             if settings.get("grammar") is not None:
@@ -236,7 +238,8 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(row.request.generation.max_new_tokens for row in rows)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
-        sampling = filters_of([request.sampling for request in requests], self.model, generation)
+        wanted = [request.sampling for request in requests]
+        sampling = sampling_to_capture(wanted, self.model, generation)
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)

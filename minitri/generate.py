@@ -22,7 +22,7 @@ from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
 from minitri.apps.cli.jsonl import answers, many
 from minitri.apps.cli.report import answer, report
-from minitri.apps.cli.terminal import LEGEND, shown, stream
+from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
@@ -102,7 +102,7 @@ def one(args: argparse.Namespace) -> int:
     if args.color and not args.json:
         log.info(LEGEND)
     with boot.start_run(args, engine, requests) as run:
-        stream(run, args, engine.config, show=not args.json)
+        print_stream(run, args, engine.config, show=not args.json)
         print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
     return 0 if run.rows[0].finish_reason else 130
 

@@ -76,7 +76,7 @@ test_properties.py::test_a_text_ends_at_every_place_of_a_block
   EOS as bonus token ignored | core.generation:Generation._emit: origin, eos, => origin, () if origin == 'bonus' else eos,
 # Batches and runs
 test_stream.py::test_every_request_gets_what_it_gets_alone[triforce]
-  a new text is sampled by the old one's filters | core.runner:ModelRunner.sample_by: self.sampling[b] = sampling => pass
+  a new text is sampled by the old one's filters | core.runner:ModelRunner.set_sampling: self.sampling[b] = sampling => pass
   a part of the rows draws the numbers of others
     | core.decoding.random_source:RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)
 engine/test_drafters_that_fail.py::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model]
@@ -88,7 +88,7 @@ trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_d
   * children drawn with replacement | trees.walk:draw_children: left_V[token] = 0 => pass
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
-    | trees.tree_shape:TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent] => rule_TT[node, :node] = True
+    | trees.tree_shape:TreeShape.mask_TT: mask_TT[node] |= mask_TT[parent] => mask_TT[node, :node] = True
 core/caches/test_caches_after_steps.py::test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace[naive tree 3x2 0.02 retrieval]
   a tree's tokens numbered by node, not by depth
     | trees.tree_level:TreeLevel.read_tree: shape.depths[first:first + T] => range(first, first + T)

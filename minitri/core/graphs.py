@@ -93,7 +93,7 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def filters_of(
+def sampling_to_capture(
     wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
 ) -> SamplingParams:
     """Chooses from `wanted` the sampling settings to capture graphs with: with the most filters.

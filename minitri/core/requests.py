@@ -106,7 +106,7 @@ class Request:
         check_fields(self)
 
 
-ALONE = SpeculationConfig("autoregressive")
+NO_SPECULATION = SpeculationConfig("autoregressive")
 CANCELLED = "cancelled"
 
 
@@ -175,13 +175,14 @@ def settings_of(
     generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
     speculation: SpeculationConfig | bool = True,
     **fields: Any,
-) -> list[Any]:
+) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
     """Sampling, generation and speculation settings with `fields` replaced. Raises `InputError`."""
-    if speculation is False and (names := fields.keys() & vars(ALONE).keys() - {"coupled"}):
+    names = fields.keys() & vars(NO_SPECULATION).keys() - {"coupled"}
+    if speculation is False and names:
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):
-        speculation = SpeculationConfig() if speculation else ALONE
-    return with_fields(fields, sampling, generation, speculation)
+        speculation = SpeculationConfig() if speculation else NO_SPECULATION
+    return tuple(with_fields(fields, sampling, generation, speculation))
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:

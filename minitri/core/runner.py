@@ -34,26 +34,26 @@ class Passes:
 
     model: Llama
     cache: Cache
-    filters: SamplingParams
+    sampling: SamplingParams
     """Graphs freeze top-k and which filters are on, and read other values from `numbers_3`."""
     vocab_size: int  # of the target, and so of every distribution
     queries_LBTHD: Tensor | None = None  # filled with rotated queries of the latest block
 
     def __post_init__(self) -> None:
-        numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
+        numbers_3 = torch.tensor(self.sampling.numbers, dtype=torch.float64)
         self.numbers_3 = numbers_3.to(self.model.device)
 
     def forward(
-        self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
+        self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
-        places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
+        output_places = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # (B, N + 1)
         block = unpack_block(packed_4BT)
         if len(guesses_BN[0]):
-            block = block.with_guesses(places_BN[:, 1:], guesses_BN)
-        hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
-        places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
-        return hidden_BTE.take_along_dim(places_BN1, 1)
+            block = block.with_guesses(output_places[:, 1:], guesses_BN)
+        hidden_BTE = self.model.forward(block, self.cache, mask_TT, self.queries_LBTHD)
+        output_places = output_places.clamp(max=packed_4BT.shape[2] - 1)
+        return hidden_BTE.take_along_dim(output_places.unsqueeze(2), 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Final hidden states (B, 1, E) after `tokens_B`, which replace the block's own tokens."""
@@ -68,7 +68,7 @@ class Passes:
 
     def probs(self, logits_BNV: Tensor) -> Tensor:
         """Distributions (B, N, V) of logits; temperature, top-p and min-p are in `numbers_3`."""
-        probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
+        probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.sampling, self.numbers_3)
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class ModelRunner:
         self.passes = passes
         self.model = passes.model
         self.cache = passes.cache
-        self.sampling = [passes.filters] * B
+        self.sampling = [passes.sampling] * B
         self.text_filters: list[TextFilters | None] = [None] * B
         self.graphs = graphs
         self.block_sizes = sorted(block_sizes) if graphs else []
@@ -148,24 +148,24 @@ class ModelRunner:
         active: Active,
         blocks: Rows,
         depths_T: Tensor,
-        rule_TT: Tensor,
+        mask_TT: Tensor,
         *,
         has_root: bool,
     ) -> Output:
         """Reads a tree of guesses per row; (B, at least T, V) distributions after its T tokens.
-        Token i of `blocks[b]` has depth `depths_T[i]`, and sees token j if `rule_TT[i, j]`. With
+        Token i of `blocks[b]` has depth `depths_T[i]`, and sees token j if `mask_TT[i, j]`. With
         `has_root` token 0 is the last of the sequence. Lengths of the cache do not change."""
         paths = None
         if any(self.text_filters):
-            above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
+            above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in mask_TT]
             paths = paths_of(self.text_filters, sequences, active, blocks, above)
-        size = max(self.block_sizes, default=len(rule_TT))
-        pad = size - len(rule_TT)
-        rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
+        size = max(self.block_sizes, default=len(mask_TT))
+        pad = size - len(mask_TT)
+        mask_TT = torch.block_diag(mask_TT, torch.eye(pad, dtype=torch.bool))
         depths_T = F.pad(depths_T, (0, pad))
         packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
         guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
-        return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, rule_TT)
+        return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, mask_TT)
 
     def unread(self, sequences: Rows, active: Active) -> Rows:
         """The tokens of each row that the cache has not read; for inactive rows any one token."""
@@ -216,7 +216,7 @@ class ModelRunner:
         part.passes = replace(self.passes, cache=part.cache, queries_LBTHD=queries_LBTHD)
         return part
 
-    def sample_by(
+    def set_sampling(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
         """Sets the filters of row b; captured passes apply the same `sampling` to all rows."""

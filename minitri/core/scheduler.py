@@ -85,8 +85,8 @@ class Scheduler:
             return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
 
         first = min(waiting, key=rank, default=None)
-        filters = {row.request.sampling for row in self.admitted.values()}
-        if not first or (self._is_captured and filters - {first.request.sampling}):
+        admitted = {row.request.sampling for row in self.admitted.values()}
+        if not first or (self._is_captured and admitted - {first.request.sampling}):
             return None
         return first
 

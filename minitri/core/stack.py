@@ -43,9 +43,10 @@ class Stack:
             name: least(bytes_per_pass(runner.model)) for name, runner in runners.items()
         }
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in runners.values()))
-        prior = self.prior_seconds(shape.prompt_lengths)
         self.tuner = Autotuner(
-            speculation.plans, prior, use_clock=may_use_clock(models, shape, is_open=is_open)
+            speculation.plans,
+            self.predictor_for(shape.prompt_lengths),
+            use_clock=may_use_clock(models, shape, is_open=is_open),
         )
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
@@ -97,7 +98,7 @@ class Stack:
         if memory.retrieval_cache:
             memory.retrieval_cache.reset(b, self.shape.budget_for(num_tokens))
         for runner in memory.runners.values():
-            runner.sample_by(b, request.sampling, text_filters)
+            runner.set_sampling(b, request.sampling, text_filters)
         return self._prefill(b, row)
 
     def _prefill(self, b: int, row: Row) -> Iterator[int]:
@@ -179,7 +180,7 @@ class Stack:
         """Rows of the batch whose texts have started and not ended."""
         return [b for b, on in enumerate(self.cascade.active) if on]
 
-    def prior_seconds(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
+    def predictor_for(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
         """Makes a function that predicts the seconds of a round over texts of these lengths.
         Its arguments are a stage and a number of guesses."""
         draft = self.memory.runners.get("draft")
@@ -201,7 +202,7 @@ class Stack:
     def _expect_costs(self) -> None:
         """Predicts for the autotuner the seconds of rounds over the rows that are decoding."""
         if lengths := [len(self.sequences[b]) for b in self._busy]:
-            self.tuner.prior_seconds = self.prior_seconds(lengths)
+            self.tuner.predict_seconds = self.predictor_for(lengths)
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """A cascade over the shortest span of rows that has all of `rows`, and the span's start.

@@ -43,10 +43,10 @@ from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 class WeightPlan(NamedTuple):
     """Forms of a model's weights in memory, decided once before they are read."""
 
-    in_blocks: bool  # whether matrices stay quantized as in a GGUF file
-    proposer: str
-    """Weights that guess with the retrieval cache: `blocks`, as in the GGUF file, or a value of
-    --draft-weights."""
+    keeps_quantized: bool  # whether the target's matrices stay quantized as in a GGUF file
+    retrieval_weights: str
+    """Weights that guess with the retrieval cache: `native`, quantized as in the GGUF file, or a
+    value of --draft-weights."""
 
 
 class OpenModel:
@@ -83,27 +83,27 @@ class OpenModel:
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and any copy of it that guesses with the retrieval cache, else None."""
-        model = self._load(in_blocks=self._plan.in_blocks)
-        if self._plan.proposer != "blocks":
-            return model, retrieval_copy(model, self._plan.proposer)
-        proposer = self._load(in_blocks=True)
+        model = self._load(keeps_quantized=self._plan.keeps_quantized)
+        if self._plan.retrieval_weights != "native":
+            return model, retrieval_copy(model, self._plan.retrieval_weights)
+        retrieval_model = self._load(keeps_quantized=True)
         if not self.config.tie_word_embeddings:
-            proposer.num_bytes -= proposer.embed_tokens.weight.nbytes
-            proposer.embed_tokens = model.embed_tokens
-        return model, proposer
+            retrieval_model.num_bytes -= retrieval_model.embed_tokens.weight.nbytes
+            retrieval_model.embed_tokens = model.embed_tokens
+        return model, retrieval_model
 
     def load_drafter(self, target: Llama) -> Llama:
         """Loads the model as a drafter; without an embedding table it uses that of `target`."""
         self._ranks = Ranks()  # a drafter is whole on every rank
         lender = target if self.config.draft_of else None
-        model = self._load(in_blocks=self._plan.in_blocks, lender=lender)
+        model = self._load(keeps_quantized=self._plan.keeps_quantized, lender=lender)
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
-    def _load(self, *, in_blocks: bool, lender: Llama | None = None) -> Llama:
+    def _load(self, *, keeps_quantized: bool, lender: Llama | None = None) -> Llama:
         """Loads a model, ready to run, on the compiled CPU kernels if there are such.
 
         `lender` is the target whose embedding table a drafter without one borrows. With
-        `in_blocks`, matrices that a GGUF file stores in blocks for kernels stay quantized. Raises
+        `keeps_quantized`, matrices of a GGUF file that kernels can read stay quantized. Raises
         `InputError` if the files do not fit the config, or the weights memory."""
         config, checkpoint, device, ranks = self.config, self.checkpoint, self._device, self._ranks
         make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
@@ -120,7 +120,7 @@ class OpenModel:
             computed_by = (
                 f"{identity(kernels.library)} {kernels.instructions} {kernels.num_threads}"
             )
-            if in_blocks and isinstance(checkpoint, GgufFile):
+            if keeps_quantized and isinstance(checkpoint, GgufFile):
                 packed = keep_quantized(model, placements(model), checkpoint.quantized())
         model.execution = replace(
             model.execution,
@@ -169,9 +169,9 @@ def plan_weights(
         if choice.weights == "native":
             needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
             raise InputError(f"weights=native needs {needs}; leave it out")
-        return WeightPlan(in_blocks=False, proposer=wanted)
+        return WeightPlan(keeps_quantized=False, retrieval_weights=wanted)
     if choice.weights == "dense":
         has_copy = wanted in ("auto", "int4") and checkpoint.has_at_most(6)
-        return WeightPlan(in_blocks=False, proposer="blocks" if has_copy else wanted)
+        return WeightPlan(keeps_quantized=False, retrieval_weights="native" if has_copy else wanted)
     is_small = wanted == "auto" and checkpoint.has_at_most(8)
-    return WeightPlan(in_blocks=True, proposer="same" if is_small else wanted)
+    return WeightPlan(keeps_quantized=True, retrieval_weights="same" if is_small else wanted)

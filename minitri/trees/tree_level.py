@@ -136,9 +136,9 @@ class TreeLevel(Level):
         Returns the distributions (B, T, V) after them."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
-        rule_TT = shape.rule_TT[first : first + T, first : first + T]
+        mask_TT = shape.mask_TT[first : first + T, first : first + T]
         tokens = [[max(token, 0) for token in row] for row in blocks]
-        nodes = (tokens, depths_T, rule_TT)
+        nodes = (tokens, depths_T, mask_TT)
         return self.runner.read_tree(sequences, active, *nodes, has_root=first == 0)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:

@@ -55,12 +55,12 @@ class TreeShape:
         return [self.depths.count(depth) for depth in range(self.depths[-1] + 1)]
 
     @cached_property
-    def rule_TT(self) -> Tensor:
+    def mask_TT(self) -> Tensor:
         """Boolean attention mask (T, T): a node sees itself and its ancestors."""
-        rule_TT = torch.eye(len(self), dtype=torch.bool)
+        mask_TT = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
-            rule_TT[node] |= rule_TT[parent]
-        return rule_TT
+            mask_TT[node] |= mask_TT[parent]
+        return mask_TT
 
 
 @cache

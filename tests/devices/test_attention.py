@@ -23,8 +23,8 @@ def random_case(T, prefixes, H=6, K=2, D=16, S=None, seed=0, dtype=torch.float32
     return q, k, v, list(prefixes)
 
 
-def random_rule(T: int) -> torch.Tensor:
-    """A tree's rule: every token sees itself and some of those before it; a part of a tensor."""
+def random_mask(T: int) -> torch.Tensor:
+    """A tree's mask: every token sees itself and some of those before it; a part of a tensor."""
     some = torch.rand(T + 1, T + 1, generator=torch.Generator().manual_seed(T)) < 0.3
     return (torch.eye(T + 1, dtype=torch.bool) | some.tril())[1:, 1:]
 
@@ -33,8 +33,8 @@ fused = GpuAttention()
 """With lengths on the host, PyTorch's attention of long blocks, on this device."""
 
 
-def oracle(q, k, v, lengths, rule=None):
-    return attend_math(q.double(), k.double(), v.double(), lengths, rule)
+def oracle(q, k, v, lengths, mask=None):
+    return attend_math(q.double(), k.double(), v.double(), lengths, mask)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
@@ -46,10 +46,10 @@ def test_every_path_equals_the_oracle(attend, heads):
             case = random_case(T, prefixes, *heads)
             assert (attend(*case) - oracle(*case)).abs().max() < 2e-6, (T, prefixes)
         if T > 2 and attend is not fused:
-            rule = random_rule(T)
-            got = attend(*case, rule)
-            assert (got - oracle(*case, rule)).abs().max() < 2e-6
-            assert (got - oracle(*case)).abs().max() > 1e-3  # the rule does something
+            mask = random_mask(T)
+            got = attend(*case, mask)
+            assert (got - oracle(*case, mask)).abs().max() < 2e-6
+            assert (got - oracle(*case)).abs().max() > 1e-3  # the mask does something
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -43,9 +43,9 @@ def other_model(vocab_size: int = V) -> Llama:
     return model_of(vocab_size, seed=9)
 
 
-def attend_together(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT=None, *_) -> Tensor:
+def attend_together(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT=None, *_) -> Tensor:
     """Rows of different lengths in one go."""
-    return attend_masked(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(prefix_lengths), rule_TT)
+    return attend_masked(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(prefix_lengths), mask_TT)
 
 
 def exact_probs(model: Llama, sampling: SamplingParams) -> Tensor:
@@ -132,7 +132,7 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     models = (None, None, draft) if isinstance(draft, Biased) else (draft,)
     engine = Engine(target, Tokenizer(byte_level_tokenizer()), *models)
     probs = exact_probs(target, sampling)
-    monkeypatch.setattr("minitri.core.stack.Stack.prior_seconds", costs_that_change)
+    monkeypatch.setattr("minitri.core.stack.Stack.predictor_for", costs_that_change)
     counts, runs = count_texts(engine, sampling, speculation, NUM_SEEDS)
     found = p_value(counts, probs)
     print(f"\n  {case}: p-value {found:.3g} over {NUM_SEEDS} seeds")

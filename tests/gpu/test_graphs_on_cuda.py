@@ -53,7 +53,7 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
             [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
         ]
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
-        runner.sample_by(0, SamplingParams() if kept == 2 else warm)
+        runner.set_sampling(0, SamplingParams() if kept == 2 else warm)
         packed_4BT = pack_block(model, [row[:1] for row in blocks], cache, size)
         inputs = (packed_4BT, torch.tensor(blocks)[:, 1:])  # on the host
         eager = runner.passes.forward(*(it.cuda() for it in inputs))

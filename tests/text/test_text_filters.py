@@ -169,7 +169,7 @@ def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
     params = SamplingParams(0.6, **filters, **penalties)
     prompt, guesses = random_prompt(model.config, 12), [3, 4, 4]
     runner = ModelRunner(Passes(model, new_cache(model.config), params, 20))
-    runner.sample_by(0, params, TextFilters(params, prompt, 20))
+    runner.set_sampling(0, params, TextFilters(params, prompt, 20))
     proposal = Proposal.of([guesses], torch.ones(1, 3, 1), [["draft"] * 3])
     output = runner.next_probs([prompt], [True], proposal)
 

@@ -65,7 +65,7 @@ class TreeRunner(TableRunner):
         above = []
         for b, block in enumerate(blocks):
             for i in range(T):
-                seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
+                seen = shape.mask_TT[first + i, first : first + T].nonzero().flatten().tolist()
                 above += [seen[first == 0 :]] if b == 0 else []
                 context = (*self.memory[b], *(block[j] for j in seen))
                 probs_BTV[b, i] = self.table.row(context)

@@ -21,7 +21,7 @@ def test_independent_sequences_part_at_the_root():
 
 def test_a_node_sees_itself_and_its_ancestors():
     shape = TreeShape((-1, 0, 0, 1, 3))
-    seen = [row.nonzero().flatten().tolist() for row in shape.rule_TT]
+    seen = [row.nonzero().flatten().tolist() for row in shape.mask_TT]
     assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
 
 

@@ -20,7 +20,7 @@ from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
-from minitri.apps.cli.terminal import LEGEND, stream
+from minitri.apps.cli.terminal import LEGEND, print_stream
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
@@ -237,7 +237,7 @@ class Chat:
         )
         with self._output() as file:
             with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
-                stream(run, self._args, self._engine.config, show=show, file=file)
+                print_stream(run, self._args, self._engine.config, show=show, file=file)
             if show:
                 print(flush=True, file=file)
                 self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"

@@ -56,16 +56,16 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 
 
 def sampling_of(
-    args: Namespace, engine: "minitri.Engine", *work: str
+    args: Namespace, engine: "minitri.Engine", *notes: str
 ) -> tuple[SamplingParams, int]:
     """Sampling settings and seed by the flags; the engine has defaults, a seed may be drawn.
-    At temperature 0 it is --seed or 0. Logs the model, notes of the `work` and the sampling."""
+    At temperature 0 it is --seed or 0. Logs the model, the `notes` and the sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0
     name = f"{engine.config.name}, {engine.model.num_bytes / 1e6:.0f} MB of weights"
     model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
-    log.info("%s", "; ".join((model, *work, report.how_sampled(sampling, seed))))
+    log.info("%s", "; ".join((model, *notes, report.how_sampled(sampling, seed))))
     return sampling, seed
 
 

@@ -35,7 +35,7 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
-def stream(
+def print_stream(
     run: "minitri.Generation",
     args: Namespace,
     config: minitri.ModelConfig,

@@ -40,7 +40,7 @@ class RetrievedRow:
     build it starts at the number of sinks, which so stay in the first slots."""
     num_committed: int = 0  # length of the text so far, copied or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
-    is_planned: bool = False  # whether chunks were selected in the target's latest pass
+    is_selected: bool = False  # whether chunks were selected in the target's latest pass
     is_used: bool = True  # whether a step has guessed with the row since its last build
 
 
@@ -93,8 +93,8 @@ class RetrievalCache(Cache):
         """Called in a pass of the target: rebuilds one layer of the rows that are due for it."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
-                row.is_planned = self._is_due(row, end)
-            if row.is_planned:
+                row.is_selected = self._is_due(row, end)
+            if row.is_selected:
                 query_HD = self.queries_LBTHD[layer, b, 0]
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
@@ -104,11 +104,11 @@ class RetrievalCache(Cache):
         row = self.rows[b]
         self.crop_row(b, row.num_committed)  # drops the block that was guessed
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
-        if not row.is_planned and self._is_due(row, known):
-            row.is_planned = True
+        if not row.is_selected and self._is_due(row, known):
+            row.is_selected = True
             for layer, pair in enumerate(self._full.layers(b)):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
-        if row.is_planned:
+        if row.is_selected:
             self._copy_window(b)
             M = self._settings.chunk_size
             num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
@@ -116,7 +116,7 @@ class RetrievalCache(Cache):
             # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
-        return row.is_planned
+        return row.is_selected
 
     def take_committed(self, active: Sequence[bool]) -> None:
         for b, is_active in enumerate(active):

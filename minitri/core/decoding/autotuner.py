@@ -29,17 +29,17 @@ class Autotuner:
     def __init__(
         self,
         plans: list[StepPlan],
-        prior_seconds: Callable[[str, float], float],
+        predict_seconds: Callable[[str, float], float],
         *,
         use_clock: bool,
     ) -> None:
-        """Makes a tuner; `prior_seconds(stage, num_guesses)` predicts the seconds of a round.
+        """Makes a tuner; `predict_seconds(stage, num_guesses)` predicts the seconds of a round.
         With `use_clock` measured times count, and `plans[0]` is used until the target is timed."""
         self.plan = plans[0]
         self._plans = plans
-        self.prior_seconds = prior_seconds
+        self.predict_seconds = predict_seconds
         self._use_clock = use_clock
-        self._factors: dict[str, float] = {}  # measured / prior seconds, by stage
+        self._factors: dict[str, float] = {}  # measured / predicted seconds, by stage
         self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
@@ -72,7 +72,7 @@ class Autotuner:
         """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
         # The first round of each length is ignored: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
-            measured = seconds / self._prior(stage, num_guesses)
+            measured = seconds / self._predicted(stage, num_guesses)
             known = self._factors.get(stage, measured)
             # Outliers are capped: a stage that looks slow would not be timed again.
             self._factors[stage] = known + SMOOTHING * (min(measured, 2 * known) - known)
@@ -112,10 +112,10 @@ class Autotuner:
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
-        return self._factors.get(stage, default) * self._prior(stage, round(num_guesses))
+        return self._factors.get(stage, default) * self._predicted(stage, round(num_guesses))
 
-    def _prior(self, stage: str, num_guesses: float) -> float:
-        return max(self.prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
+    def _predicted(self, stage: str, num_guesses: float) -> float:
+        return max(self.predict_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
 
 
 def _proposers(plan: StepPlan) -> list[str]:

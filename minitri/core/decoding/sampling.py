@@ -18,32 +18,32 @@ from minitri.core.stats import LogProbs
 TOP_P_PREFIXES = (512, 4096)  # likeliest tokens that top-p tries before it sorts a whole row
 
 
-def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+def probs_from_logits(logits_NV: Tensor, sampling: SamplingParams) -> Tensor:
     """Next-token distributions (N, V) of logits by the sampling settings of one text.
     Temperature (0 is exactly one-hot), then top-k, top-p and min-p, each on what is left."""
-    if params.temperature == 0:
+    if sampling.temperature == 0:
         return greedy_probs(logits_NV)
-    return filtered_probs(logits_NV, params, params.numbers, sort_all=logits_NV.is_cuda)
+    return filtered_probs(logits_NV, sampling, sampling.numbers, sort_all=logits_NV.is_cuda)
 
 
-def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
+def probs_by_tensor(logits_NV: Tensor, sampling: SamplingParams, numbers_3: Tensor) -> Tensor:
     """Next-token distributions (N, V) of logits, without a host sync, for captured CUDA graphs.
-    `filters` says which filters are on, `numbers_3` (`SamplingParams.numbers`) has their values."""
-    probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
+    `sampling` says which filters are on, `numbers_3` (as `SamplingParams.numbers`) how strong."""
+    probs_NV = filtered_probs(logits_NV, sampling, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
 
 def probs_of_rows(
     logits_BNV: Tensor,
-    params: Sequence[SamplingParams],
+    sampling: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
     """Next-token distributions (B, N, V) of logits; each row has its own sampling filters."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
-    if all(row == params[0] for row in params):
-        return probs(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
-    return torch.stack([probs(*pair) for pair in zip(logits_BNV, params, strict=True)])
+    if all(row == sampling[0] for row in sampling):
+        return probs(logits_BNV.flatten(0, 1), sampling[0]).unflatten(0, (-1, N))
+    return torch.stack([probs(*pair) for pair in zip(logits_BNV, sampling, strict=True)])
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
@@ -54,10 +54,14 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
 
 
 def filtered_probs(
-    logits_NV: Tensor, filters: SamplingParams, numbers: Iterable[float | Tensor], *, sort_all: bool
+    logits_NV: Tensor,
+    sampling: SamplingParams,
+    numbers: Iterable[float | Tensor],
+    *,
+    sort_all: bool,
 ) -> Tensor:
     """Next-token distributions (N, V) for a temperature above 0; no host sync with `sort_all`."""
-    top_k, has_top_p, has_min_p = filters.form
+    top_k, has_top_p, has_min_p = sampling.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
     if 0 < top_k < scores.shape[-1]:

@@ -1,8 +1,8 @@
-"""Attention by prefix + block: a query sees the prefix and, by a rule, a part of the block.
+"""Attention by prefix + block: a query sees all of the prefix, and a mask's part of the block.
 
 A forward pass has T new tokens per row, whose keys and values are in the cache already, right after
-the row's prefix: prefill, decoding, verification and trees are one call with different T and rules.
-The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key of the
+the row's prefix: prefill, decoding, verification and trees are one call with different T and masks.
+The mask is causal (None) or a (T, T) boolean tensor, True where a query (row) sees a key of the
 block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
 In layers with a sliding window, a cache has the token of position p in slot p modulo S.
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, N tokens
@@ -28,12 +28,12 @@ def attend_math(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
+    mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
     """Reference attention in plain PyTorch: float32, or float64 for float64 tensors."""
     if min(prefix_lengths) < max(prefix_lengths):
-        return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+        return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
     T, H, D = q_BTHD.shape[1:]
     end = prefix_lengths[0] + T
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
@@ -41,7 +41,7 @@ def attend_math(
     slots = (keys_BKSD[:, :, :end], values_BKSD[:, :, :end])
     k_BHSD, v_BHSD = (part.to(exact).repeat_interleave(G, 1) for part in slots)
     scores_BHTS = q_BTHD.transpose(1, 2).to(exact) @ k_BHSD.transpose(2, 3) / math.sqrt(D)
-    scores_BHTS[..., -T:].masked_fill_(~block_rule(T, rule_TT, q_BTHD.device), -math.inf)
+    scores_BHTS[..., -T:].masked_fill_(~block_mask(T, mask_TT, q_BTHD.device), -math.inf)
     return (scores_BHTS.softmax(-1) @ v_BHSD).transpose(1, 2).to(q_BTHD.dtype)
 
 
@@ -51,17 +51,17 @@ def row_by_row(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths: list[int],
-    rule_TT: Tensor | None,
+    mask_TT: Tensor | None,
 ) -> Tensor:
     """Attention of rows with different prefix lengths, by one call of `attend` per row."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
-    return torch.cat([attend(q, k, v, [length], rule_TT) for q, k, v, length in rows])
+    return torch.cat([attend(q, k, v, [length], mask_TT) for q, k, v, length in rows])
 
 
-def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
-    """Boolean (T, T): which token of a block sees which; causal if `rule_TT` is None."""
-    if rule_TT is not None:
-        return rule_TT
+def block_mask(T: int, mask_TT: Tensor | None, device: torch.device) -> Tensor:
+    """Boolean (T, T): which token of a block sees which; causal if `mask_TT` is None."""
+    if mask_TT is not None:
+        return mask_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
 
 
@@ -69,7 +69,7 @@ class Window:
     """Attention in layers with a sliding window, in which a query sees the latest tokens alone."""
 
     def __init__(
-        self, positions_BT: Tensor, rule_TT: Tensor | None, size: int, reach: int, num_slots: int
+        self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
         """Makes windows of `size` tokens, of which at most `reach` are cached.
         `slots_BN` has the slots of all tokens that the block sees, its own last."""
@@ -79,13 +79,13 @@ class Window:
         self.slots_BN = tokens_BN.clamp(min=0) % num_slots
         tokens_BN[:, -T:] = positions_BT  # in a tree siblings share a position
         sees_BTN = positions_BT.unsqueeze(2) - tokens_BN.unsqueeze(1) < size
-        sees_BTN[:, :, -T:] &= block_rule(T, rule_TT, positions_BT.device)
+        sees_BTN[:, :, -T:] &= block_mask(T, mask_TT, positions_BT.device)
         self._sees_BTN = sees_BTN & (tokens_BN >= 0).unsqueeze(1)
 
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
     ) -> Tensor:
-        """Attention within the windows, which ignores the arguments for lengths and rule."""
+        """Attention within the windows, which ignores the arguments for lengths and mask."""
         T, H = q_BTHD.shape[1:3]
         K = keys_BKSD.shape[1]
 

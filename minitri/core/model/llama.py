@@ -39,10 +39,10 @@ class Block:
         """Each row's cached length (B,) on the device, its first slot; None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
-    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """A copy with guesses `tokens_BN` at `places_BN`; places past the block are ignored."""
+    def with_guesses(self, guess_places_BN: Tensor, tokens_BN: Tensor) -> Self:
+        """A copy with guesses `tokens_BN` at these places of the block; past its end: ignored."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
-        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
+        places_BN = guess_places_BN.clamp(max=self.tokens_BT.shape[1])
         tokens_BT = padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1]
         return replace(self, tokens_BT=tokens_BT.contiguous())
 
@@ -101,17 +101,17 @@ class Llama(nn.Module):
         self,
         block: Block,
         cache: Cache,
-        rule_TT: Tensor | None = None,
+        mask_TT: Tensor | None = None,
         queries_LBTHD: Tensor | None = None,
         *,
         is_prompt: bool = False,
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V are written into the cache.
-        Call `cache.advance` with the tokens to keep. For `rule_TT` see `attention.py`.
+        Call `cache.advance` with the tokens to keep. For `mask_TT` see `attention.py`.
         `queries_LBTHD` gets rotated queries of the block's last tokens. With `is_prompt` blocks
         are computed like long ones: to the bit, K and V do not depend on the chunks."""
         rotary = self.rope.at(block.positions_BT)
-        shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
+        shared = Pass(block, rotary, cache, self.attend, mask_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
 
     def windowed(self, shared: "Pass") -> "Pass":
@@ -122,7 +122,7 @@ class Llama(nn.Module):
         if block.slots_BT is None:  # else a graph may hold the pass: no shape follows lengths
             reach = max(shared.cache.next_positions)
         positions_BT = block.positions_BT
-        window = Window(positions_BT, shared.rule_TT, size, reach, shared.cache.capacity)
+        window = Window(positions_BT, shared.mask_TT, size, reach, shared.cache.capacity)
         block = replace(block, slots_BT=window.slots_BN[:, -positions_BT.shape[1] :])
         rotary = self.window_rope.at(positions_BT)
         inside = replace(shared, block=block, rotary=rotary, attend=window.attend)
@@ -155,7 +155,7 @@ class Pass:
     rotary: Rotary  # cosines and sines of the block's positions
     cache: Cache  # in which each layer writes and reads K and V
     attend: Attend
-    rule_TT: Tensor | None  # which token sees which, see `attention.py`
+    mask_TT: Tensor | None  # which token sees which, see `attention.py`
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
     in_windows: "Pass | None" = None  # of layers with a sliding window, if they differ
@@ -235,7 +235,7 @@ class Attention(nn.Module):
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
         block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.block.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
-        lengths = (shared.cache.lengths, shared.rule_TT, shared.block.lengths_B)
+        lengths = (shared.cache.lengths, shared.mask_TT, shared.block.lengths_B)
         return self.o_proj(shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2))
 
 

@@ -34,7 +34,7 @@ class AttentionArguments(Struct):
     """Arguments of the C++ kernel for attention of a block to a cached prefix and itself."""
 
     _fields_ = layout(
-        pointers="q keys values out lengths rule",
+        pointers="q keys values out lengths mask",
         integers="B T H K D q_batch q_token q_head kv_batch kv_head kv_slot is_tiled",
     )
 
@@ -99,7 +99,7 @@ class PassArguments(Struct):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin keys values raw_keys queries lengths rule seconds",
+        pointers="layers x cos sin keys values raw_keys queries lengths mask seconds",
         integers="L B T W E H K D kv_layer kv_batch kv_head kv_slot queries_layer is_tiled",
         doubles="eps scale",
     )

@@ -22,7 +22,7 @@ struct AttentionArguments {
     const void *q, *keys, *values;
     void* out;               // (B, T, H, D)
     const int64_t* lengths;  // (B): prefixes
-    const uint8_t* rule;     // (T, T), or null: causal
+    const uint8_t* mask;     // (T, T), or null: causal
     int64_t B, T, H, K, D;
     int64_t q_batch, q_token, q_head;  // strides, in numbers
     int64_t kv_batch, kv_head, kv_slot;
@@ -93,7 +93,7 @@ inline Task task_of(const AttentionArguments& a, const Plan& p, int64_t group, i
     const int64_t tile = p.num_tiles - 1 - group % p.num_tiles, k = group / p.num_tiles % a.K;
     const int64_t b = group / p.num_tiles / a.K, first = tile * p.tile_rows;
     const int64_t R = std::min(p.tile_rows, a.T * p.G - first);
-    const int64_t last_token = a.rule ? a.T - 1 : (first + R - 1) / p.G;
+    const int64_t last_token = a.mask ? a.T - 1 : (first + R - 1) / p.G;
     const int64_t visible = a.lengths[b] + last_token + 1, begin = piece * PIECE;
     const int64_t end = p.num_pieces > 1 ? std::min(visible, begin + PIECE) : visible;
     return {b, k, first, R, begin, end, group, piece};
@@ -126,9 +126,9 @@ void copy_queries(const AttentionArguments& a, const Task& task, const Plan& pla
 inline void mask_scores(const AttentionArguments& a, int64_t b, int64_t t, int64_t s, int64_t end,
                         float* scores) {
     const int64_t block = a.lengths[b] - s;  // where the block's tokens begin
-    const int64_t first = std::max<int64_t>(a.rule ? block : block + t + 1, 0);
+    const int64_t first = std::max<int64_t>(a.mask ? block : block + t + 1, 0);
     for (int64_t j = first; j < BLOCK; ++j) {
-        const bool is_seen = a.rule && s + j < end && a.rule[t * a.T + j - block];
+        const bool is_seen = a.mask && s + j < end && a.mask[t * a.T + j - block];
         if (!is_seen) scores[j] = MINUS_INFINITY;
     }
 }

@@ -21,20 +21,20 @@ def attend_cpu(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
+    mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
     """Attention of new tokens to cached ones and each other by PyTorch's flash kernel on a CPU."""
     prefix = min(prefix_lengths)
     if prefix < max(prefix_lengths):
-        return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+        return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
     T, H = q_BTHD.shape[1:3]
     K = keys_BKSD.shape[1]
     q_BHTD = q_BTHD.transpose(1, 2)
     slots = (keys_BKSD, values_BKSD)
     bias_TT = None
-    if rule_TT is not None:
-        bias_TT = q_BTHD.new_zeros(T, T).masked_fill_(~rule_TT, -math.inf)
+    if mask_TT is not None:
+        bias_TT = q_BTHD.new_zeros(T, T).masked_fill_(~mask_TT, -math.inf)
     block = (part[:, :, prefix : prefix + T].repeat_interleave(H // K, 1) for part in slots)
     out_BHTD, lse_BHT = _flash(q_BHTD, *block, is_causal=bias_TT is None, attn_mask=bias_TT)
     if prefix == 0:

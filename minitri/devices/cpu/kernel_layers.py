@@ -143,7 +143,7 @@ class KernelLayers(Layers):
             compiled = KernelRotary(rotary.cos, rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
-        arguments = self.arguments(x_BTE, cache, shared.rule_TT)
+        arguments = self.arguments(x_BTE, cache, shared.mask_TT)
         set_turns(arguments, rotary, arguments.B * arguments.T * arguments.D)
         queries = shared.queries_LBTHD
         if queries is not None:
@@ -156,7 +156,7 @@ class KernelLayers(Layers):
         return x_BTE
 
     def arguments(
-        self, x_BTE: Tensor, cache: Cache, rule_TT: Tensor | None = None
+        self, x_BTE: Tensor, cache: Cache, mask_TT: Tensor | None = None
     ) -> PassArguments:
         """The arguments of a pass that overwrites the hidden states `x_BTE` with its result."""
         L, _, K, _, _ = cache.keys.shape
@@ -173,7 +173,7 @@ class KernelLayers(Layers):
         if isinstance(cache, StreamingCache):
             slots.append(cache.raw_keys)
             arguments.raw_keys = cache.raw_keys
-        self.kernels.set_slots(arguments, x_BTE, slots, cache.lengths, rule_TT)
+        self.kernels.set_slots(arguments, x_BTE, slots, cache.lengths, mask_TT)
         return arguments
 
     @cached_property

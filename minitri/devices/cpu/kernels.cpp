@@ -82,7 +82,7 @@ struct PassArguments {
     void* raw_keys;          // keys before RoPE, in the same layout; or null
     void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
     const int64_t* lengths;  // (B): prefixes
-    const uint8_t* rule;     // (T, T), or null: causal
+    const uint8_t* mask;     // (T, T), or null: causal
     double* seconds;         // (2): added up for linear layers and for attention; or null
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
@@ -163,7 +163,7 @@ template <class Op> void pass(const PassArguments& p) {
         const T* keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
         timed(1, [&] {
-            attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
+            attention<Op>({queries, keys, values, mixed, p.lengths, p.mask, p.B, p.T, p.H, p.K, p.D,
                            p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
                           true);
         });

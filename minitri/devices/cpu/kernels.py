@@ -79,7 +79,7 @@ class Kernels:
         keys_BKSD: Slots,
         values_BKSD: Slots,
         prefix_lengths: list[int],
-        rule_TT: Tensor | None = None,
+        mask_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,  # noqa: ARG002 (the contract's)
         *,
         is_short: bool = False,
@@ -89,7 +89,7 @@ class Kernels:
         out_BTHD = q_BTHD.new_empty(B, T, H, D)
         arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, H=H)
         arguments.q_batch, arguments.q_token, arguments.q_head, number = q_BTHD.stride()
-        self.set_slots(arguments, q_BTHD, (keys_BKSD, values_BKSD), prefix_lengths, rule_TT)
+        self.set_slots(arguments, q_BTHD, (keys_BKSD, values_BKSD), prefix_lengths, mask_TT)
         is_grouped = H % arguments.K == 0 and arguments.D == D
         require(is_grouped, number == 1, tensors=(q_BTHD, memory_of(keys_BKSD)))
         self.call("attention", arguments, q_BTHD.dtype, is_short)
@@ -101,7 +101,7 @@ class Kernels:
         x: Tensor,
         slots: Sequence[Slots],
         lengths: list[int],
-        rule_TT: Tensor | None = None,
+        mask_TT: Tensor | None = None,
     ) -> None:
         """Sets the fields about the keys and values of a cache, and the block that attends to them.
         `lengths` are of prefixes, the block x (B, T, ...) follows; all `slots` have one layout."""
@@ -114,12 +114,12 @@ class Kernels:
             *((type(part), part.shape, part.stride(), part.dtype) == like for part in slots),
             number == 1 and D <= MAX_HEAD_DIM and len(lengths) == B <= num_rows,
             0 <= min(lengths) <= max(lengths) <= S - T,
-            rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
-            tensors=(x, rule_TT, *map(memory_of, slots)),
+            mask_TT is None or (mask_TT.shape, mask_TT.dtype) == ((T, T), torch.bool),
+            tensors=(x, mask_TT, *map(memory_of, slots)),
         )
         arguments.fill(keys=memory_of(keys), values=memory_of(slots[1]), B=B, T=T, K=K, D=D)
         arguments.fill(lengths=torch.tensor(lengths), is_tiled=isinstance(keys, Tiles))
-        arguments.rule = None if rule_TT is None else rule_TT.contiguous()
+        arguments.mask = None if mask_TT is None else mask_TT.contiguous()
 
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -19,13 +19,13 @@ from torch import Tensor
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.log import log
-from minitri.core.model.attention import block_rule, row_by_row
+from minitri.core.model.attention import block_mask, row_by_row
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.kernels import problem_with
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block, from q_BTHD, keys_BKSD, values_BKSD, lengths_B and a
-rule_TT: see `model/attention.py`."""
+mask_TT: see `model/attention.py`."""
 
 # By dtype the largest errors of outputs around 1 that rounding explains.
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
@@ -36,7 +36,7 @@ def attend_masked(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
-    rule_TT: Tensor | None = None,
+    mask_TT: Tensor | None = None,
 ) -> Tensor:
     """The `math` backend: attention to all slots with a mask, in float32 or better."""
     T, _, D = q_BTHD.shape[1:]
@@ -45,8 +45,8 @@ def attend_masked(
     # Slot s is in the block if 0 <= s - length < T. Later slots may have any number, even NaN.
     offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
     is_after_BS = offsets_BS >= T
-    rule_TBS = block_rule(T, rule_TT, q_BTHD.device)[:, offsets_BS.clamp(0, T - 1)]
-    sees_BTS = ((offsets_BS < 0) | ~is_after_BS & rule_TBS).transpose(0, 1)
+    mask_TBS = block_mask(T, mask_TT, q_BTHD.device)[:, offsets_BS.clamp(0, T - 1)]
+    sees_BTS = ((offsets_BS < 0) | ~is_after_BS & mask_TBS).transpose(0, 1)
     k_BK1SD, v_BK1SD = (
         slots.to(exact).masked_fill(is_after_BS[:, None, :, None], 0).unsqueeze(2)
         for slots in (keys_BKSD, values_BKSD)
@@ -64,11 +64,11 @@ def attend_flash(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
-    rule_TT: Tensor | None = None,
+    mask_TT: Tensor | None = None,
 ) -> Tensor:
     """The `flash` backend for chains: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
-    if rule_TT is not None:
-        return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    if mask_TT is not None:
+        return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
     ends_B = (lengths_B + q_BTHD.shape[1]).int()
     return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
@@ -88,12 +88,12 @@ class GpuAttention:
         keys_BKSD: Tensor,
         values_BKSD: Tensor,
         prefix_lengths: list[int],
-        rule_TT: Tensor | None = None,
+        mask_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
         if lengths_B is not None:
-            return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
-        assert rule_TT is None
+            return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
+        assert mask_TT is None
         if min(prefix_lengths) < max(prefix_lengths):
             return row_by_row(self, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
         from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
@@ -153,7 +153,7 @@ def check_backend(
             for shape in ((T, config.num_heads), *[(config.num_kv_heads, 2048)] * 2)
         )
         tree_TT = (torch.rand(T, T, generator=generator) < 0.3).tril().fill_diagonal_(True)
-        for rule_TT in (None, tree_TT.to(device)):
-            got = attend(q, k, v, lengths_B, rule_TT)
-            exact = attend_masked(q.double(), k.double(), v.double(), lengths_B, rule_TT)
+        for mask_TT in (None, tree_TT.to(device)):
+            got = attend(q, k, v, lengths_B, mask_TT)
+            exact = attend_masked(q.double(), k.double(), v.double(), lengths_B, mask_TT)
             torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

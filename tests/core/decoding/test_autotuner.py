@@ -19,15 +19,15 @@ SLOPE = 0.04
 """What a guess more adds to a round."""
 
 
-def prior_of(costs: dict[str, float], slope: float = SLOPE):
+def predictor_of(costs: dict[str, float], slope: float = SLOPE):
     return lambda stage, num_guesses: costs[stage] * (1 + slope * num_guesses)
 
 
-def tuner_after(costs, rates, plans=PLANS, *, prior=COSTS, use_clock=True) -> Autotuner:
+def tuner_after(costs, rates, plans=PLANS, *, predicted=COSTS, use_clock=True) -> Autotuner:
     """One that has seen rounds of these seconds, and guesses accepted at these rates."""
-    tuner = Autotuner(plans, prior_of(prior), use_clock=use_clock)
+    tuner = Autotuner(plans, predictor_of(predicted), use_clock=use_clock)
     for stage, num_guesses in 4 * [(stage, n) for stage in costs for n in (0, 4)]:
-        tuner.note_round(stage, num_guesses, prior_of(costs)(stage, num_guesses))
+        tuner.note_round(stage, num_guesses, predictor_of(costs)(stage, num_guesses))
     for proposer, rate in rates.items():
         for _ in range(60):
             tuner.note_acceptance(proposer, 10, round(10 * rate))
@@ -46,9 +46,9 @@ def tuner_after(costs, rates, plans=PLANS, *, prior=COSTS, use_clock=True) -> Au
     ],
 )
 def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_clock):
-    """Costs are measured ones where it may use the clock, else the prior ones."""
+    """Costs are measured ones where it may use the clock, else the predicted ones."""
     rates = {"draft": draft_rate, "retrieval": retrieval_rate}
-    tuner = tuner_after(costs, rates, prior=COSTS if use_clock else costs, use_clock=use_clock)
+    tuner = tuner_after(costs, rates, predicted=COSTS if use_clock else costs, use_clock=use_clock)
     plan = tuner.choose()
     assert plan.method == best
     assert tuner.plan == plan
@@ -57,7 +57,7 @@ def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_cl
 
 @pytest.mark.parametrize(("advantage", "changes"), [(0.5, False), (2.0, True)])
 def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
-    tuner = Autotuner([AR, NAIVE], prior_of(COSTS), use_clock=False)
+    tuner = Autotuner([AR, NAIVE], predictor_of(COSTS), use_clock=False)
     speeds = {AR: 1.0, NAIVE: 1 + advantage * (HYSTERESIS - 1)}
     tuner.tokens_per_second = speeds.__getitem__
     assert tuner.choose() == (NAIVE if changes else AR)
@@ -66,7 +66,7 @@ def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
 @pytest.mark.parametrize("use_clock", [True, False])
 def test_a_text_begins_without_guesses_until_the_target_was_timed(use_clock):
     """The first round of a target says nothing, so two steps are plain where times count."""
-    tuner = Autotuner(PLANS, prior_of(COSTS), use_clock=use_clock)
+    tuner = Autotuner(PLANS, predictor_of(COSTS), use_clock=use_clock)
     plain = 0
     while tuner.choose() == AR:
         plain += 1
@@ -77,7 +77,7 @@ def test_a_text_begins_without_guesses_until_the_target_was_timed(use_clock):
 def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target():
     """The machine is five times as slow as bytes suggest."""
     tuner = tuner_after({"target": 5 * COSTS["target"]}, {})
-    fresh = Autotuner(PLANS, prior_of(COSTS), use_clock=True)
+    fresh = Autotuner(PLANS, predictor_of(COSTS), use_clock=True)
     for plan in PLANS:
         assert 5 * tuner.tokens_per_second(plan) == pytest.approx(fresh.tokens_per_second(plan))
 
@@ -86,8 +86,8 @@ def test_a_tree_is_taken_only_while_its_nodes_cost_little():
     """A tree reads more tokens than a chain of its depth; else the two are alike."""
     chain, tree = StepPlan("naive", 2), StepPlan("naive", 2, 0, "8")
     for slope, best in ((0.0, tree), (0.5, AR)):
-        prior = prior_of({"draft": 0.2, "target": 1.0}, slope)
-        tuner = Autotuner([AR, tree, chain], prior, use_clock=False)
+        predicted = predictor_of({"draft": 0.2, "target": 1.0}, slope)
+        tuner = Autotuner([AR, tree, chain], predicted, use_clock=False)
         of_tree, of_chain = tuner.tokens_per_second(tree), tuner.tokens_per_second(chain)
         assert of_tree < of_chain if slope else of_tree == of_chain
         assert tuner.choose() == best
@@ -98,7 +98,7 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
     tuner = tuner_after({}, {}, [TRIFORCE], use_clock=False)
     draft, retrieval = (FIRST_RATES[stage] for stage in ("draft", "retrieval"))
     length = 2 + draft / 2  # 1 + draft tokens a round
-    rounds, cost = length / (1 + draft), prior_of(COSTS)
+    rounds, cost = length / (1 + draft), predictor_of(COSTS)
     seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", round(length))
     tokens = expected_tokens(retrieval, length)
     assert tuner.tokens_per_second(TRIFORCE) == pytest.approx(tokens / seconds)
@@ -109,7 +109,7 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
 
 def test_a_measured_cost_moves_slowly_and_first_rounds_do_not_count():
     """First rounds may have compiled something; an outlier counts as twice what was known."""
-    tuner = Autotuner([AR], prior_of(COSTS), use_clock=True)
+    tuner = Autotuner([AR], predictor_of(COSTS), use_clock=True)
     tuner.choose()
     seconds = []
     for measured in (70.0, 0.1, 0.2, 90.0):
@@ -120,8 +120,8 @@ def test_a_measured_cost_moves_slowly_and_first_rounds_do_not_count():
 
 def slow_reader(rate, use_clock, *, draft=COSTS["draft"], slope=12 * SLOPE) -> Autotuner:
     """One that has seen no drafter read, and guesses accepted at this rate."""
-    prior = lambda stage, n: draft * (1 + slope * n) if stage == "draft" else COSTS[stage]  # noqa: E731
-    tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
+    predicted = lambda stage, n: draft * (1 + slope * n) if stage == "draft" else COSTS[stage]  # noqa: E731
+    tuner = Autotuner([AR, NAIVE], predicted, use_clock=use_clock)
     for _ in range(60):
         tuner.note_round("target", 0, COSTS["target"])
         tuner.note_acceptance("draft", 10, round(10 * rate))

@@ -49,9 +49,9 @@ std::vector<T> results(int dtype, int threads) {
                 auto q = filled<T>(B * T_ * H * D, 1), k = filled<T>(B * K * S * D, 2);
                 auto v = filled<T>(B * K * S * D, 3);
                 std::vector<T> out(B * T_ * H * D);
-                std::vector<uint8_t> rule(T_ * T_, 1);
+                std::vector<uint8_t> mask(T_ * T_, 1);
                 AttentionArguments a{q.data(), k.data(), v.data(), out.data(), lengths.data(),
-                                     i == 1 ? rule.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
+                                     i == 1 ? mask.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
                                      K * S * D, S * D, D, i == 2};
                 ok(minitri_attention(dtype, T_ <= 64, threads, &a));
                 keep(out);

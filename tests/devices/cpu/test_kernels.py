@@ -18,7 +18,7 @@ from minitri.devices.cpu.kernels import KernelRotary, Kernels, load_kernels
 from minitri.devices.cpu.quantized import PANEL, Form, packed_shape, quantize
 from tests.core.rigs import CPU, GREEDY
 from tests.devices.cpu.conftest import compiled
-from tests.devices.test_attention import random_case, random_rule
+from tests.devices.test_attention import random_case, random_mask
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -70,17 +70,17 @@ def test_kernels_read_the_slots_that_they_make_on_every_processor(instructions, 
 @pytest.mark.parametrize("D", [64, 128, 80, 32, 6])
 def test_attention_equals_the_oracle(kernels, dtype, D):
     """One token, several, a prefill; prefixes within a block of slots, across pieces and none; any
-    rule; ragged rows; NaN after each; large scores. Over tiles it has the same bits."""
+    mask; ragged rows; NaN after each; large scores. Over tiles it has the same bits."""
     cases = [(1, (0, 62, 63)), (1, (PIECE - 1, PIECE)), (3, (62, 1200)), (8, (PIECE - 4,))]
     for T, prefixes in [*cases, (LONGEST_BLOCK, (0, 100, 5)), (LONGEST_BLOCK + 71, (0, 130))]:
         q, k, v, lengths = random_case(T, prefixes, S=1344, D=D, dtype=dtype)
         tiles = in_tiles(kernels, k, v)
-        for rule in (None, random_rule(T)):
-            exact = attend_math(q.double(), k.double(), v.double(), lengths, rule)
-            found = attend(kernels, q, k, v, lengths, rule)
+        for mask in (None, random_mask(T)):
+            exact = attend_math(q.double(), k.double(), v.double(), lengths, mask)
+            found = attend(kernels, q, k, v, lengths, mask)
             error = (found - exact).abs().max()
-            assert error < TOLERANCE[dtype], (T, prefixes, rule is None, error)
-            assert torch.equal(attend(kernels, q, *tiles, lengths, rule), found)
+            assert error < TOLERANCE[dtype], (T, prefixes, mask is None, error)
+            assert torch.equal(attend(kernels, q, *tiles, lengths, mask), found)
     q, k, v, lengths = random_case(4, (700,))
     for keys, queries in ((k * 1000, q * 1000), (k * 0, q), (k, q * 0)):  # nothing overflows
         exact = attend_math(queries.double(), keys.double(), v.double(), lengths)
@@ -210,7 +210,7 @@ def wrong_calls():
     multiply = partial(linear, kernels)
     rotate = lambda x, *turns: KernelRotary(*turns, kernels).rotate(x)  # noqa: E731
     q, k, v, _ = random_case(3, (5, 9))
-    rule = torch.ones(3, 3, dtype=torch.bool)
+    mask = torch.ones(3, 3, dtype=torch.bool)
     swapped = lambda x, *axes: x.transpose(*axes).contiguous().transpose(*axes)  # noqa: E731
     for lengths in ([5, k.shape[2] - 2], [-1, 5], [5]):
         yield kernels.attend, q, k, v, lengths
@@ -223,7 +223,7 @@ def wrong_calls():
         (q.to("meta"), k, v),
     ):
         yield kernels.attend, *wrong, [5, 5]
-    for wrong in (rule[:2], rule.int()):
+    for wrong in (mask[:2], mask.int()):
         yield kernels.attend, q, k, v, [5, 5], wrong
     yield kernels.attend, *[torch.zeros(1, 1, 1, 1026)] * 3, [0]
     q, k, v, lengths = random_case(1, (5,), D=32, S=64)

@@ -22,7 +22,7 @@ from minitri.devices.cpu.tiles import Tiles
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.cpu.test_kernels import TOLERANCE, every_dtype, random
-from tests.devices.test_attention import random_rule
+from tests.devices.test_attention import random_mask
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -67,10 +67,10 @@ def on_kernels(config, dtype=torch.float32, kernels=None):
 @pytest.mark.parametrize("kind", ["full", "tiled", "retrieval", "streaming", *FAMILIES])
 @every_dtype
 @pytest.mark.parametrize(
-    ("T", "has_rule", "scale"), [(1, False, 1), (2, False, 1), (5, True, 1), (2, False, 1e-6)]
+    ("T", "has_mask", "scale"), [(1, False, 1), (2, False, 1), (5, True, 1), (2, False, 1e-6)]
 )
 def test_a_pass_computes_and_writes_what_the_plain_layers_do(
-    kernels, kind, dtype, T, has_rule, scale
+    kernels, kind, dtype, T, has_mask, scale
 ):
     """Norms of almost zeros are bounded by their epsilon."""
     plain = tiny_model(FAMILIES.get(kind, CONFIG), dtype=dtype)
@@ -79,14 +79,14 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(
     use_kernels(fused, kernels)
     tokens = torch.randint(CONFIG.vocab_size, (B, T), generator=torch.manual_seed(2))
     positions = torch.tensor(LENGTHS).unsqueeze(1) + torch.arange(T)
-    rule = random_rule(T) if has_rule else None
+    mask = random_mask(T) if has_mask else None
     outs = []
     for model in (plain, fused):
         make_slots = kernels.make_slots if kind == "tiled" and model is fused else plain_slots
         cache = filled_cache(kind, dtype, make_slots)
         assert isinstance(cache.keys, Tiles) is (make_slots is not plain_slots)
         queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
-        hidden = model.forward(Block(tokens, positions), cache, rule, queries)
+        hidden = model.forward(Block(tokens, positions), cache, mask, queries)
         # NaN after what a row holds stays NaN, so it is known which slots were written.
         parts = (hidden, queries, *(slots[...] for slots in parts_of(cache)))
         outs.append([it.nan_to_num(99.0).float() for it in parts])

@@ -21,7 +21,7 @@ from minitri.devices.gpu.attention_backends import (
 )
 from tests.core.rigs import CPU, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU, TWINS
-from tests.devices.test_attention import oracle, random_case, random_rule
+from tests.devices.test_attention import oracle, random_case, random_mask
 
 D = 64 if ON_GPU else 16
 TILE = 16
@@ -35,14 +35,14 @@ ours = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="needs triton, made for Linux")
 
 
-def error_of(backend, q, keys, values, lengths, rows=slice(None), rule=None) -> float:
+def error_of(backend, q, keys, values, lengths, rows=slice(None), mask=None) -> float:
     """The largest one of these rows, as a share of what rounding explains."""
     if ON_GPU and getattr(backend, "func", None) is attend_flash:
         q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
-    exact = oracle(q, keys, values, lengths, rule)[rows]
+    exact = oracle(q, keys, values, lengths, mask)[rows]
     q, keys, values = (tensor.to(DEVICE)[rows] for tensor in (q, keys, values))
     lengths_B = torch.tensor(lengths, device=DEVICE)[rows]
-    got = backend(q, keys, values, lengths_B, None if rule is None else rule.to(DEVICE))
+    got = backend(q, keys, values, lengths_B, None if mask is None else mask.to(DEVICE))
     error = float((got.double().cpu() - exact).abs().max().nan_to_num(torch.inf))
     return error / (TOLERANCES[q.dtype] if ON_GPU else 3e-6)
 
@@ -63,10 +63,10 @@ def test_every_backend_equals_the_oracle(is_tree, T, heads, prefixes, backend):
         kv_BSPKD = torch.stack((keys, values), 2).transpose(1, 3).contiguous()
         keys, values = kv_BSPKD.transpose(1, 3).unbind(2)
     case = (q, keys, values, lengths)
-    rule = random_rule(T) if is_tree else None
-    assert error_of(backend, *case, slice(1, None), rule) < 1
+    mask = random_mask(T) if is_tree else None
+    assert error_of(backend, *case, slice(1, None), mask) < 1
     if is_tree and T > 1:
-        assert (attend_math(*case, rule) - attend_math(*case)).abs().max() > 1e-3
+        assert (attend_math(*case, mask) - attend_math(*case)).abs().max() > 1e-3
 
 
 @needs_triton
@@ -79,7 +79,7 @@ def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processor
     assert error_of(flash_decoding.attend_short_block, *case) < 1
 
 
-def forgets_rules(*inputs):
+def forgets_masks(*inputs):
     return attend_masked(*inputs[:4])
 
 
@@ -87,7 +87,7 @@ def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was
     monkeypatch, caplog
 ):
     choose = partial(choose_attention, CPU, torch.float16, tiny_config())
-    for number, (backend, name) in enumerate(((attend_masked, "triton"), (forgets_rules, "math"))):
+    for number, (backend, name) in enumerate(((attend_masked, "triton"), (forgets_masks, "math"))):
         monkeypatch.setattr(attention_backends, "make_backend", lambda name, made=backend: made)
         assert choose().name == name
         assert len(caplog.records) == number

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.model.attention import block_rule
+from minitri.core.model.attention import block_mask
 from minitri.core.model.llama import Layers, Llama, Pass
 from minitri.devices.replace import copy_with
 
@@ -75,7 +75,7 @@ class TopAttention:
         keys_BKSD: Tensor,
         values_BKSD: Tensor,
         prefix_lengths: list[int],
-        rule_TT: Tensor | None = None,
+        mask_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,  # noqa: ARG002 (part of the contract)
     ) -> Tensor:
         T, _, D = q_BTHD.shape[1:]
@@ -83,7 +83,7 @@ class TopAttention:
         q_BHTD = q_BTHD.transpose(1, 2) / math.sqrt(D)
         q_BKRD = q_BHTD.unflatten(1, (keys_BKSD.shape[1], -1)).flatten(2, 3)
         scores_BKRS = (q_BKRD @ keys_BKSD[:, :, :end].transpose(2, 3)).float()
-        future_TT = ~block_rule(T, rule_TT, q_BTHD.device)
+        future_TT = ~block_mask(T, mask_TT, q_BTHD.device)
         scores_BKRS.unflatten(2, (-1, T))[..., -T:].masked_fill_(future_TT, -math.inf)
         least_BKR1 = scores_BKRS.topk(min(self.budget, end)).values[..., -1:]
         probs_BKRS = scores_BKRS.masked_fill_(scores_BKRS < least_BKR1, -math.inf).softmax(3)

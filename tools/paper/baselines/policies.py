@@ -16,7 +16,7 @@ from torch import Tensor
 import minitri
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import attention_received
-from minitri.core.model.attention import block_rule
+from minitri.core.model.attention import block_mask
 
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""
@@ -93,7 +93,7 @@ class HeavyHitters(minitri.Policy):
         q_HTD = queries_THD.transpose(0, 1) / math.sqrt(D)
         q_KRD = q_HTD.unflatten(0, (K, -1)).flatten(1, 2)
         scores_KRP = (q_KRD @ keys_KPD.transpose(1, 2)).float()
-        future_TT = ~block_rule(T, None, device)
+        future_TT = ~block_mask(T, None, device)
         scores_KRP.unflatten(1, (-1, T))[..., -T:].masked_fill_(future_TT, -math.inf)
         received_KP = scores_KRP.softmax(-1).sum(1)
         if old is not None:

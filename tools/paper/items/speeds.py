@@ -4,7 +4,7 @@ gammas and by drafter."""
 from typing import Any
 
 from minitri import Engine, SpeculationConfig
-from minitri.core.requests import ALONE
+from minitri.core.requests import NO_SPECULATION
 from minitri.core.settings import StepPlan
 from tools.paper.baselines.datastore import Datastore
 from tools.paper.baselines.policies import speculation_with
@@ -28,7 +28,7 @@ from tools.paper.shapes import (
     table,
 )
 
-FIRST = {"autoregressive": ALONE}
+FIRST = {"autoregressive": NO_SPECULATION}
 """Baseline of all speedups."""
 BY_TEMPERATURE = {T: numbers for T, *numbers in PUBLISHED["table2"]["rows"]}
 """Published: speedup and acceptance of TriForce, and of the naive policy."""

@@ -27,9 +27,9 @@ RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
-    q, keys, values, lengths, rule, outs, lses, scale, T, G, num_kv_heads, num_pieces,
+    q, keys, values, lengths, block_mask, outs, lses, scale, T, G, num_kv_heads, num_pieces,
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
-    HAS_RULE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Triton kernel: attention of one KV head to one piece of its keys; (R, D) and log-sum-exps.
 
@@ -61,10 +61,10 @@ def attend_piece(  # type: ignore[no-untyped-def]
         is_there = slots < last
         keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
-        if HAS_RULE:
+        if HAS_MASK:
             is_block = (slots >= length) & is_there
-            from_rule = rule + t[:, None] * T + (slots - length)[None, :]
-            sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
+            from_mask = block_mask + t[:, None] * T + (slots - length)[None, :]
+            sees = tl.load(from_mask, mask=is_block[None, :], other=0) != 0
             sees = sees | (slots < length)[None, :]
         else:
             sees = slots[None, :] <= length + t[:, None]
@@ -107,14 +107,14 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     tl.store(out + place * D + dims, merged_D)
 
 
-def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
+def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_mask: bool) -> dict[str, int]:
     """Tile sizes of a program for `num_rows` rows of queries, which fit all supported GPUs.
-    Registers suffice, in float32 and with rules, too, as does shared memory of 99 KiB."""
+    Registers suffice, in float32 and with masks, too, as does shared memory of 99 KiB."""
     is_wide = dtype == torch.float32
-    most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
+    most = MAX_ROWS // 2 if is_wide or has_mask else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))
     keys = NUM_KEYS // 4 if is_wide else NUM_KEYS
-    warps = 8 if is_wide or has_rule or rows == 32 else 4
+    warps = 8 if is_wide or has_mask or rows == 32 else 4
     return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": warps}
 
 
@@ -131,16 +131,17 @@ def attend_short_block(
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
     lengths_B: Tensor,
-    rule_TT: Tensor | None = None,
+    mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal if no `rule_TT`."""
+    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal if no `mask_TT`."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     R = H // K * T
     assert keys_BKSD.stride() == values_BKSD.stride()
-    has_rule = rule_TT is not None
-    rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # any address: not read
-    sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)
+    has_mask = mask_TT is not None
+    # Without a mask any address will do: it is not read.
+    block_mask = lengths_B if mask_TT is None else mask_TT.contiguous()
+    sizes = tile_sizes(R, q_BTHD.dtype, has_mask=has_mask)
     num_tiles = triton.cdiv(R, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(q_BTHD.device) // (B * K * num_tiles)
     P = min(MAX_PIECES, max(1, wanted))
@@ -148,12 +149,12 @@ def attend_short_block(
     lses = q_BTHD.new_empty(B, K, P, R, dtype=torch.float32)
     out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
     scale = math.log2(math.e) / math.sqrt(D)
-    tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses)
+    tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, block_mask, outs, lses)
     counts = (T, H // K, K, P)
     strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
     with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current GPU
         attend_piece[num_tiles, P, B * K](
-            *tensors, scale, *counts, *strides, D=D, HAS_RULE=has_rule, **sizes
+            *tensors, scale, *counts, *strides, D=D, HAS_MASK=has_mask, **sizes
         )
         merge_pieces[B * K, R](outs, lses, out_BTHD, *counts, PIECES=triton.next_power_of_2(P), D=D)
     return out_BTHD
