@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from minitri import End, InputError, Request, SpeculationConfig, Token
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.text.text_stream import TextReader
+from minitri.text.text_stream import StreamDetokenizer
 from tests.conftest import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.strategies import Case, case_of, engine_of
@@ -134,7 +134,7 @@ def test_a_text_ends_at_every_place_of_a_block():
 def test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut(text, stops, borders):
     tokenizer = Mock(strips_space=False, control_ids=lambda _: {})
     tokenizer.text_bytes = lambda pieces, _: "".join(pieces).encode()
-    reader, shown = TextReader(tokenizer, [], stop=stops), ""
+    reader, shown = StreamDetokenizer(tokenizer, [], stop=stops), ""
     for start, end in itertools.pairwise(sorted({0, *borders, len(text)})):
         piece, found = reader(text[start:end])
         shown += piece

@@ -23,7 +23,11 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """Error: logits or distributions are not finite; a message says that a grammar has failed."""
+    """Error: logits or distributions of a row are not finite."""
+
+
+class GrammarError(NotFiniteError):
+    """Error: a row has no distribution, as its grammar's matcher has failed; it says why."""
 
 
 def shorten(text: object, limit: int = 200) -> str:

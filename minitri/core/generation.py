@@ -8,12 +8,12 @@ The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N token
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
-from minitri.core.errors import InputError, NotFiniteError
+from minitri.core.errors import GrammarError, InputError, NotFiniteError
 from minitri.core.graphs import check_filters
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
@@ -153,23 +153,28 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield Idle()
             active = stack.cascade.active
             can_decode = any(active)
-            started = time.perf_counter()  # times end before each yield: the caller takes time
             if (b := self._scheduler.next_to_read()) is not None:
-                event = self._read_chunk(stack, b)
-                self.stats.prefill_seconds += time.perf_counter() - started
+                with self._timed("prefill_seconds"):
+                    event = self._read_chunk(stack, b)
                 yield event
             if self._scheduler.reads_first(active):
                 continue
             if rows := self._scheduler.ready(active):
-                started = time.perf_counter()
-                emitted = stack.start(rows)
-                self.stats.prefill_seconds += time.perf_counter() - started
+                with self._timed("prefill_seconds"):
+                    emitted = stack.start(rows)
                 yield from self._emit(stack, emitted)
             if can_decode:
-                started = time.perf_counter()
-                emitted = stack.step()
-                self.stats.decode_seconds += time.perf_counter() - started
+                with self._timed("decode_seconds"):
+                    emitted = stack.step()
                 yield from self._emit(stack, emitted)
+
+    @contextmanager
+    def _timed(self, field: str) -> Iterator[None]:
+        """Adds the time of a computation, which has no `yield` in it, to a field of `stats`."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        setattr(self.stats, field, getattr(self.stats, field) + seconds)
 
     def _admit(self, stack: Stack) -> None:
         for b, old in [*self._scheduler.admitted.items()]:
@@ -223,8 +228,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         """For each new token of row b its log-probabilities, if requested; raises a row's error."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
-            matcher = filters.matcher if filters else None
-            raise new.error or NotFiniteError(matcher.error if matcher else "")
+            reason = filters.matcher.error if filters and filters.matcher else ""
+            raise new.error or (GrammarError(reason) if reason else NotFiniteError())
         num_top = row.request.generation.logprobs
         if num_top is None:
             return [()] * len(new.tokens)

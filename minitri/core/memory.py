@@ -22,7 +22,7 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
 from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.drafters.plugin import Drafter
-from minitri.core.errors import FaultError, NotFiniteError, shorten
+from minitri.core.errors import FaultError, GrammarError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache, room_for
@@ -86,9 +86,9 @@ def computing(models: Models) -> Iterator[None]:
 def as_fault(error: E, models: Models) -> E | FaultError:
     """A `FaultError` for lack of memory or numbers that are not finite, else the error itself."""
     model = models.target
+    if isinstance(error, GrammarError):
+        return FaultError(f"the grammar is too complex here ({error}); simplify it")
     if isinstance(error, NotFiniteError):
-        if str(error):
-            return FaultError(f"the grammar is too complex here ({error}); simplify it")
         names = dict.fromkeys(m.config.name for m in (model, models.draft) if m)
         return FaultError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
@@ -161,6 +161,8 @@ def allocate(
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
+    # The target's graphs: for no guess, up to 4, up to 8 and all. A shorter block is padded; more
+    # sizes would cost seconds and memory for each.
     runners["target"] = ModelRunner(
         Passes(target, full, sampling, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,

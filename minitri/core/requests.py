@@ -1,7 +1,7 @@
 """Requests and events: the input of a run, and what it reports to its caller.
 
 A `Request` is a prompt with its settings; in a run a `Row` collects its output. The caller sees
-typed events. The core knows no tokenizer: a `Reader`, which the caller gives, turns ids into text.
+typed events. The core knows no tokenizer: a `Detokenizer` of the caller makes text of ids.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
     from minitri.core.decoding.text_filters import TextFilters
 
 Prompt = str | Sequence[int]  # a text, or token ids; the core itself reads token ids only
-Reader = Callable[[int | None], tuple[str, bool]]
+Detokenizer = Callable[[int | None], tuple[str, bool]]
 """Turns tokens into text: called with each token id of a row, and with None after the last.
 Returns the characters that are final now, and whether a stop string is complete."""
 
@@ -117,7 +117,7 @@ class Row:
     number: int
     request: Request
     prompt_ids: list[int]
-    read: Reader = lambda _: ("", False)  # makes text; by default none
+    detokenize: Detokenizer = lambda _: ("", False)  # by default there is no text
     make_filters: "Callable[[], TextFilters | None]" = lambda: None  # called at its admission
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
@@ -144,11 +144,11 @@ class Row:
         if token_id in eos and not generation.ignore_eos:
             self.finish_reason = "eos"
         else:
-            text, is_stop = self.read(token_id)
+            text, is_stop = self.detokenize(token_id)
             if self.stats.num_generated_tokens == generation.max_new_tokens:
                 self.finish_reason = "length"
         if self.finish_reason and not is_stop:
-            rest, is_stop = self.read(None)
+            rest, is_stop = self.detokenize(None)
             text += rest
         if is_stop:
             self.finish_reason = "stop"

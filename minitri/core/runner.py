@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.random_source import sample_by_number
+from minitri.core.decoding.random_source import RandomSource, sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Output, Proposal, Rows
@@ -141,6 +141,18 @@ class ModelRunner:
         output = self._output(self.passes.forward_one, paths, packed_4B1, drafted[-1])
         self.cache.advance([int(on) for on in active])
         return output.probs_BNV.squeeze(1)
+
+    def draft(
+        self, sequences: Rows, active: Active, N: int, source: RandomSource
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
+        starts = [len(sequence) for sequence in sequences]
+        probs = [self.next_probs(sequences, active).probs_BNV[:, 0]]
+        tokens = [source.sample(probs[0], starts, active)]
+        for i in range(1, N):
+            probs.append(self.next_probs_after(sequences, tokens, active))
+            tokens.append(source.sample(probs[i], [start + i for start in starts], active))
+        return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def read_tree(
         self,

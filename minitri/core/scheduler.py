@@ -43,7 +43,8 @@ class Scheduler:
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(rows, 0)  # each with the admissions before it was added
+        self._waiting = dict.fromkeys(rows, 0)
+        """Requests to admit, each with the number of admissions before it came."""
         self._num_admitted = 0
         self._num_chunks = 0
 

@@ -12,7 +12,7 @@ from minitri.core.requests import Request, Row
 from minitri.core.settings import SamplingParams
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
-from minitri.text.text_stream import TextReader
+from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer
 
 
@@ -42,7 +42,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
         number,
         replace(request, seed=seed),
         prompt_ids,
-        TextReader(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown),
+        StreamDetokenizer(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown),
         lambda: text_filters(request.sampling, prompt_ids, tokenizer, model.config),
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Container, Sequence
 from minitri.text.tokenizer import Tokenizer
 
 
-class TextReader:
-    """Turns one output's tokens into text with stop strings; a `minitri.core.requests.Reader`."""
+class StreamDetokenizer:
+    """Turns one output's tokens into text with stop strings: the core's `Detokenizer`."""
 
     CONTEXT = 6  # last prompt tokens that are decoded first: the output may complete a character
 
@@ -19,7 +19,7 @@ class TextReader:
         stop: Sequence[str] = (),
         shown: Container[int] = (),
     ) -> None:
-        """Makes a reader of an output that ends before the first of the strings `stop`.
+        """Makes a detokenizer of an output that ends before the first of the strings `stop`.
         `shown` are ids of control tokens that the text spells out, while others are left out."""
         self._tokenizer, self._shown = tokenizer, shown
         self._stop = stop

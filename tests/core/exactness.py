@@ -18,6 +18,7 @@ from minitri.core.decoding.level import Level
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Output, Proposal, verify, verify_block
+from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Clock, Meter, Stats
 
@@ -74,9 +75,10 @@ class TableRunner:
         return Output(probs_BNV, logits_BNV, logits_BNV)
 
     def next_probs_after(self, sequences, drafted, active):
-        pairs = zip(self.memory, drafted[-1].tolist(), strict=True)
-        texts = [[*memory, token] for memory, token in pairs]
-        return self.next_probs(texts, active).probs_BNV.squeeze(1)
+        read = zip(self.memory, drafted[-1].tolist(), strict=True)
+        return self.next_probs([[*old, new] for old, new in read], active).probs_BNV.squeeze(1)
+
+    draft = ModelRunner.draft
 
     def crop(self, lengths):
         for row, length in zip(self.memory, lengths, strict=True):

@@ -17,7 +17,7 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.files.vocabulary import read_model
-from minitri.text.text_stream import TextReader
+from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused, tiny_model
 from tests.core.rigs import tiny_config
@@ -300,7 +300,7 @@ def test_a_control_token_as_a_stop_string_stops_there_and_is_not_shown(tmp_path)
     stop = tokenizer.control_ids(["<|im_end|>"])["<|im_end|>"]
     ids = tokenizer.encode("The sea")
     for shown in ((), (stop,)):
-        reader = TextReader(tokenizer, [1], stop=("<|im_end|>", "sea!"), shown=shown)
+        reader = StreamDetokenizer(tokenizer, [1], stop=("<|im_end|>", "sea!"), shown=shown)
         texts = [reader(token) for token in [*ids, stop]]
         assert "".join(text for text, _ in texts) == "The sea"
         assert [is_stop for _, is_stop in texts] == [False] * len(ids) + [True]

@@ -13,7 +13,7 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
-from minitri.text.text_stream import TextReader
+from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
@@ -48,7 +48,7 @@ def tokenizer(request, tokenizers) -> Tokenizer:
     return tokenizers[request.param]
 
 
-def read(reader: TextReader, ids: list[int]) -> str:
+def read(reader: StreamDetokenizer, ids: list[int]) -> str:
     return "".join(reader(token)[0] for token in [*ids, None])
 
 
@@ -58,10 +58,10 @@ def test_text_round_trips_and_its_streamed_pieces_put_together_are_the_text(toke
         assert tokenizer.decode(tokenizer.encode(text)) == text
         ids = tokenizer.encode("Before: " + text)
         start = len(tokenizer.encode("Before:"))
-        reader = TextReader(tokenizer, ids[:start])
+        reader = StreamDetokenizer(tokenizer, ids[:start])
         assert not any("\ufffd" in reader(token)[0] for token in ids[start:])
         for cut in (0, start):
-            pieces = read(TextReader(tokenizer, ids[:cut]), ids[cut:])
+            pieces = read(StreamDetokenizer(tokenizer, ids[:cut]), ids[cut:])
             assert tokenizer.decode(ids[:cut]) + pieces == tokenizer.decode(ids)
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer
     whole = tokenizer.decode(ids)
     for cut in range(2, len(ids)):
         before = tokenizer.decode(ids[:cut])
-        text = read(TextReader(tokenizer, ids[:cut]), ids[cut:])
+        text = read(StreamDetokenizer(tokenizer, ids[:cut]), ids[cut:])
         assert text == whole[len(before.rstrip("\ufffd")) :]
 
 
@@ -78,10 +78,10 @@ def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer
 def test_broken_bytes_are_told_at_once_and_break_no_character(tokenizer, num_broken):
     [broken] = (i for i in range(tokenizer.num_tokens) if tokenizer.token_bytes(i) == b"\xff")
     start, *others = tokenizer.encode("a🦥b")[-6:]
-    reader = TextReader(tokenizer, [start])
+    reader = StreamDetokenizer(tokenizer, [start])
     assert [reader(token)[0] for token in [broken] * num_broken] == ["\ufffd"] * num_broken
     assert read(reader, others) == "🦥b"
-    reader = TextReader(tokenizer, [start, *others[:2]])  # two bytes of four
+    reader = StreamDetokenizer(tokenizer, [start, *others[:2]])  # two bytes of four
     assert read(reader, [broken, others[-1], others[0]]) == "\ufffdb\ufffd"
 
 

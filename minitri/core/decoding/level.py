@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.verification import Active, Emitted, Proposal, Rows
-from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
 from minitri.core.stats import LevelStats, Meter
@@ -90,24 +89,12 @@ class Level(Stage):
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses `gamma` tokens of every active row by its own model, as no stage is below."""
-        starts = [len(sequence) for sequence in sequences]
         self.stats.num_rounds += self.gamma * sum(active)
         with self._meter.timed_round(self.stats, num_tokens=self.gamma):
-            if isinstance(self.runner, DraftRunner) and self.runner.can_guess(self.source):
-                how = (self.gamma, self.source)
-                tokens_BN, probs_BNV = self.runner.guess(sequences, active, *how)
-            else:
-                probs = [self.runner.next_probs(sequences, active).probs_BNV[:, 0]]
-                tokens = [self.source.sample(probs[0], starts, active)]
-                for i in range(1, self.gamma):
-                    probs.append(self.runner.next_probs_after(sequences, tokens, active))
-                    positions = [start + i for start in starts]
-                    tokens.append(self.source.sample(probs[i], positions, active))
-                tokens_BN = torch.stack(tokens, 1)
-                probs_BNV = torch.stack(probs, 1)
+            guesses = self.runner.draft(sequences, active, self.gamma, self.source)
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.name] * count for count in counts]
-        return Proposal(counts, tokens_BN, probs_BNV, origins)
+        return Proposal(counts, *guesses, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
         """One round: the stage below guesses for `guessing` rows; `active` rows are verified."""
@@ -164,13 +151,14 @@ class Level(Stage):
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         B = len(self.runner.sampling)
-        nobody = [False] * B
-        if isinstance(self.runner, DraftRunner):
-            for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter and not plan.tree}:
-                self.runner.guess([[0]] * B, nobody, gamma1, self.source)
-        # Where the retrieval level is the lowest stage, it guesses token by token.
-        elif any(plan.method == self.name for plan in plans):
-            self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], nobody)
+        chains = [plan for plan in plans if not plan.tree]
+        lengths = {
+            "draft": {plan.gamma1 for plan in chains},
+            # It drafts token by token: all after the second use the graph of the second.
+            "retrieval": {min(plan.gamma2, 2) for plan in chains if not plan.uses_drafter},
+        }
+        for N in lengths.get(self.name, set()) - {0}:
+            self.runner.draft([[0]] * B, [False] * B, N, self.source)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         self.runner.prepare(sequences, active)

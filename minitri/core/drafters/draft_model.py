@@ -25,16 +25,15 @@ class DraftRunner(ModelRunner):
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
-    def can_guess(self, source: RandomSource) -> bool:
-        """Whether `guess` can draft for all rows by random numbers of this source."""
-        # A call of compiled kernels takes uniform numbers, not noise.
-        is_one_call = self.model.execution.draft_round and not isinstance(source, CoupledSource)
-        return bool(self.graphs or is_one_call) and not any(self.text_filters)
-
-    def guess(
+    def draft(
         self, sequences: Rows, active: Active, N: int, source: RandomSource
     ) -> tuple[Tensor, Tensor]:
-        """Drafts N tokens (B, N) of each row, by distributions (B, N, V), which it also returns."""
+        """Drafts as a `ModelRunner`, but in one call if there are graphs or kernels for that."""
+        draft_round = self.model.execution.draft_round
+        # A call of compiled kernels takes uniform numbers, not noise.
+        is_one_call = draft_round and not isinstance(source, CoupledSource)
+        if any(self.text_filters) or not (self.graphs or is_one_call):
+            return super().draft(sequences, active, N, source)
         starts = [len(sequence) for sequence in sequences]
         numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
         fresh = self.unread(sequences, active)
@@ -44,10 +43,9 @@ class DraftRunner(ModelRunner):
             output = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
             tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
         else:
-            guess = self.model.execution.draft_round
-            assert guess
+            assert draft_round
             V = self.passes.vocab_size
-            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, self.sampling, V)
+            tokens_BN, probs_BNV = draft_round(self.cache, fresh, numbers_BN, self.sampling, V)
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
         return tokens_BN, probs_BNV
