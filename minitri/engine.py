@@ -18,15 +18,15 @@ from minitri.core.generation import CLOSED, Generation
 from minitri.core.graphs import sampling_to_capture
 from minitri.core.memory import MemoryPool, Models, check_process, computing
 from minitri.core.model.llama import Llama
-from minitri.core.requests import End, Event, Prompt, Request, Row, check_run, settings_of
+from minitri.core.requests import End, Event, Prompt, Request, RequestState, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from minitri.text.chat_template import Message
 from minitri.text.grammar import Grammar
+from minitri.text.prepare import prepare, prepare_all
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
-from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
 from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
@@ -152,11 +152,11 @@ class Engine(AbstractContextManager["Engine"]):
         if len(ids) < 2:
             raise InputError("the text is one token, after which nothing is scored; give more")
         settings = (SamplingParams(), GenerationConfig(1, cuda_graphs=False))
-        row = Row(0, Request(ids, 0, *settings, score_prompt=True), ids)
+        state = RequestState(0, Request(ids, 0, *settings, score_prompt=True), ids)
         shape = MemoryShape((len(ids),), *settings, SpeculationConfig("autoregressive"))
         pool = MemoryPool(self.models)  # of its own: the text that the engine holds stays
         pool.runs = self._pool.runs
-        [end] = Generation([row], shape, pool).results()
+        [end] = Generation([state], shape, pool).results()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
     def stream(
@@ -205,7 +205,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._open(shape)
 
     def _open(self, shape: MemoryShape) -> Generation:
-        make = partial(make_row, model=self.model, tokenizer=self.tokenizer)
+        make = partial(prepare, model=self.model, tokenizer=self.tokenizer)
         return Generation([], shape, self._pool, make)
 
     def _settings(
@@ -231,19 +231,19 @@ class Engine(AbstractContextManager["Engine"]):
         batch_size: int | None = None,
     ) -> Generation:
         """Starts a run: `batch_size` requests at a time, as memory allows; None: all at once."""
-        rows = make_rows(requests, self.model, self.tokenizer)
+        states = prepare_all(requests, self.model, self.tokenizer)
         # Without given seeds the autotuner may use measured times; programs set `timed` themselves.
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
-        longest = max(row.request.generation.max_new_tokens for row in rows)
+        longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
-        lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
+        lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
         wanted = [request.sampling for request in requests]
         sampling = sampling_to_capture(wanted, self.model, generation)
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)
-        return Generation(rows, shape, self._pool)
+        return Generation(states, shape, self._pool)
 
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
@@ -259,15 +259,15 @@ class Engine(AbstractContextManager["Engine"]):
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = self._settings(**settings)
         request = Request(prompt, seed, sampling, generation)
-        row = make_row(0, request, self.model, self.tokenizer)
-        num_tokens = len(row.prompt_ids) + generation.max_new_tokens
+        state = prepare(0, request, self.model, self.tokenizer)
+        num_tokens = len(state.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         generation = generation.for_run(min(room, self.config.context_length))
         speculation = replace(speculation, timed=not speculation.coupled)
         if self.model.device.type != "cuda":  # without captured graphs any filters may share a run
             sampling = SamplingParams()
         shape = MemoryShape((1,) * MAX_ROWS, sampling, generation, speculation)
-        return self._worker, row.request, shape
+        return self._worker, state.request, shape
 
     @property
     def held_tokens(self) -> list[int]:

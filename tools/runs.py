@@ -7,7 +7,7 @@ from typing import Any
 from minitri.core.decoding.level import Level
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.memory import Models, allocate
-from minitri.core.requests import Request, Row
+from minitri.core.requests import Request, RequestState
 from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
@@ -37,5 +37,5 @@ def begin(
             stage.source = (sources or {}).get(stage.name, stage.source)
             stage.source.rule = stack.source.rule
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        stack.admit(b, Row(b, request, prompt))
+        stack.admit(b, RequestState(b, request, prompt))
     return stack

@@ -17,7 +17,15 @@ from minitri.core.errors import GrammarError, InputError, NotFiniteError
 from minitri.core.graphs import check_filters
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
-from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
+from minitri.core.requests import (
+    CANCELLED,
+    End,
+    Event,
+    Idle,
+    PrefillProgress,
+    Request,
+    RequestState,
+)
 from minitri.core.scheduler import Scheduler
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
@@ -32,23 +40,23 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def __init__(
         self,
-        rows: list[Row],
+        rows: list[RequestState],
         shape: MemoryShape,
         pool: MemoryPool,
-        make_row: Callable[[int, Request], Row] | None = None,
+        prepare: Callable[[int, Request], RequestState] | None = None,
     ) -> None:
         """Starts a run of the requests in `rows`, with memory of this `shape` from `pool`.
-        With `make_row`, which makes a row from a number and a request, it is open: see `submit`."""
+        With `prepare`, which makes the state of a new request, it is open: see `submit`."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
-        self._make_row = make_row
+        self._prepare = prepare
         self._num_requests = len(rows)
         self._prefills: dict[int, Iterator[int]] = {}  # by row of the batch
-        prompts = [row.prompt_ids for row in rows]
-        settings = (shape, prompts, [row.request for row in rows])
+        prompts = [state.prompt_ids for state in rows]
+        settings = (shape, prompts, [state.request for state in rows])
         pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
-        is_open = make_row is not None
+        is_open = prepare is not None
         with computing(pool.models):
             self._stack = stack = Stack(pool.acquire(shape, prompts), shape, is_open=is_open)
         self.stats = stack.stats
@@ -71,7 +79,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 is_fault = as_fault(error, self._pool.models) is not error  # no memory, or NaN
                 # K and V stay after Ctrl-C or an open run's fault; a bug may half-write them.
                 is_stopped = not isinstance(error, Exception)
-                is_kept = is_over or is_stopped or (is_fault and self._make_row is not None)
+                is_kept = is_over or is_stopped or (is_fault and self._prepare is not None)
                 self._end(is_kept=is_kept, was_interrupted=not is_over)
                 raise
 
@@ -111,22 +119,22 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def results(self) -> list[End]:
         """Runs to the end; returns one output per prompt, in their order. Raises `InputError`."""
-        if self._make_row:
+        if self._prepare:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
             pass
-        if any(row.finish_reason is None for row in self.rows):
+        if any(state.finish_reason is None for state in self.rows):
             raise InputError("this run was closed before its end; start another")
-        return [row.end(self.stats) for row in self.rows]
+        return [state.end(self.stats) for state in self.rows]
 
     def submit(self, request: Request) -> int:
         """Adds a request to an open run, between two events; returns its number, `row` in events.
         Raises `InputError` if it is too long, or captured graphs have other filters."""
-        if not self._make_row:
+        if not self._prepare:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
-        row = self._make_row(self._num_requests, request)
+        state = self._prepare(self._num_requests, request)
         room = self.shape.generation.reserve
-        num_tokens = len(row.prompt_ids) + request.generation.max_new_tokens
+        num_tokens = len(state.prompt_ids) + request.generation.max_new_tokens
         if num_tokens > room:
             raise InputError(
                 f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
@@ -136,8 +144,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             where = (self._pool.models.target, self.shape.generation)
             check_filters(self.shape.sampling, request.sampling, *where)
         self._num_requests += 1
-        self._scheduler.add(row)
-        return row.number
+        self._scheduler.add(state)
+        return state.number
 
     def cancel(self, number: int) -> None:
         """Ends the request of this number early, between two events; no `End` follows."""
@@ -148,7 +156,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         while True:
             self._admit(stack)
             if not self._scheduler.admitted:
-                if not self._make_row:
+                if not self._prepare:
                     return
                 yield Idle()
             active = stack.cascade.active
@@ -180,12 +188,12 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         for b, old in [*self._scheduler.admitted.items()]:
             if old.finish_reason:
                 self._remove(stack, b)
-        while row := self._scheduler.next_row():
+        while state := self._scheduler.next_request():
             # The best free row is one whose cache still holds the beginning of this prompt.
-            places = self._scheduler.free_places
-            b = stack.memory.prefix.best_place(places, row.prompt_ids, row.request.owner)
-            self._scheduler.admit(b, row)
-            self._prefills[b] = stack.admit(b, row)
+            free_rows = self._scheduler.free_rows
+            b = stack.memory.prefix.best_row(free_rows, state.prompt_ids, state.request.owner)
+            self._scheduler.admit(b, state)
+            self._prefills[b] = stack.admit(b, state)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
@@ -193,44 +201,44 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         del self._prefills[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
-        row = self._scheduler.admitted[b]
+        state = self._scheduler.admitted[b]
         try:
             num_done = next(self._prefills[b])
             synchronize(stack.target.device)
         except (RuntimeError, MemoryError) as error:
             return self._fail(stack, b, error)
-        num_tokens = len(row.prompt_ids)
+        num_tokens = len(state.prompt_ids)
         self._scheduler.note_read(b, num_tokens - num_done)
-        return PrefillProgress(row.number, num_done, num_tokens, row.stats.num_cached_tokens)
+        return PrefillProgress(state.number, num_done, num_tokens, state.stats.num_cached_tokens)
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""
         eos = stack.target.config.eos_token_ids
-        for b, row in [*self._scheduler.admitted.items()]:  # the oldest request first
+        for b, state in [*self._scheduler.admitted.items()]:  # the oldest request first
             if not (new := emitted.get(b)):
                 continue
             try:
-                scores = self._scores(stack, b, row, new)
+                scores = self._scores(stack, b, state, new)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
                 yield self._fail(stack, b, error)
                 continue
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
-                if row.finish_reason:  # tokens after a stop are never shown
+                if state.finish_reason:  # tokens after a stop are never shown
                     break
-                self.stats.num_decoded_tokens += bool(row.tokens)
+                self.stats.num_decoded_tokens += bool(state.tokens)
                 self.stats.num_generated_tokens += 1
-                yield row.push(token, origin, eos, *score)
-            if row.finish_reason not in (None, CANCELLED):
+                yield state.push(token, origin, eos, *score)
+            if state.finish_reason not in (None, CANCELLED):
                 self._remove(stack, b)
-                yield row.end(self.stats)
+                yield state.end(self.stats)
 
-    def _scores(self, stack: Stack, b: int, row: Row, new: Emitted) -> list[Any]:
+    def _scores(self, stack: Stack, b: int, state: RequestState, new: Emitted) -> list[Any]:
         """For each new token of row b its log-probabilities, if requested; raises a row's error."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""
             raise new.error or (GrammarError(reason) if reason else NotFiniteError())
-        num_top = row.request.generation.logprobs
+        num_top = state.request.generation.logprobs
         if num_top is None:
             return [()] * len(new.tokens)
         return log_probs(new.logits_NV, new.tokens, num_top)
@@ -238,9 +246,9 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
         """Ends row b by `error` and lets an open run go on; raises bugs, and all in closed runs."""
         fault = as_fault(error, self._pool.models)
-        if fault is error or not self._make_row:
+        if fault is error or not self._prepare:
             raise error
-        row = self._scheduler.admitted[b]
-        row.finish_reason = "failed"
+        state = self._scheduler.admitted[b]
+        state.finish_reason = "failed"
         self._remove(stack, b, is_sound=not isinstance(error, NotFiniteError))
-        return row.end(self.stats, fault)
+        return state.end(self.stats, fault)

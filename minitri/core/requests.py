@@ -1,7 +1,7 @@
 """Requests and events: the input of a run, and what it reports to its caller.
 
-A `Request` is a prompt with its settings; in a run a `Row` collects its output. The caller sees
-typed events. The core knows no tokenizer: a `Detokenizer` of the caller makes text of ids.
+A `Request` is a prompt with its settings; in a run a `RequestState` collects its output. The caller
+sees typed events. The core knows no tokenizer: a `Detokenizer` of the caller makes text of ids.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ CANCELLED = "cancelled"
 
 
 @dataclass(eq=False)
-class Row:
+class RequestState:
     """One request in a run: its prompt ids, its tokens so far, and why it ended."""
 
     number: int

@@ -9,7 +9,7 @@ prompts first. The scheduler holds no tensor and calls no model.
 from collections import Counter
 from collections.abc import Sequence
 
-from minitri.core.requests import CANCELLED, Row
+from minitri.core.requests import CANCELLED, RequestState
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
@@ -22,82 +22,82 @@ class Scheduler:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        requests: Sequence[RequestState],
         shape: MemoryShape,
         *,
         is_open: bool = False,
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """Queues the requests `rows`, which others may follow if `is_open`.
+        """Queues these requests, which others may follow if `is_open`.
         `is_offloaded`: K and V are in host memory. `is_captured`: graphs make rows sample alike."""
-        self.admitted: dict[int, Row] = {}
+        self.admitted: dict[int, RequestState] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
         self.latest_admissions: dict[str, tuple[int, int]] = {}
         """By client: the number of its latest admission, counted over all clients, and how many
         admissions it had."""
-        self._num_places = shape.num_rows
+        self._num_rows = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(rows, 0)
+        self._waiting = dict.fromkeys(requests, 0)
         """Requests to admit, each with the number of admissions before it came."""
         self._num_admitted = 0
         self._num_chunks = 0
 
-    def add(self, row: Row) -> None:
-        self._waiting[row] = self._num_admitted
+    def add(self, state: RequestState) -> None:
+        self._waiting[state] = self._num_admitted
 
     def cancel(self, number: int) -> None:
         """Drops the waiting request `number`, or marks a running one to leave before a turn."""
-        for row in [*self._waiting, *self.admitted.values()]:
-            if row.number == number:
-                row.finish_reason = CANCELLED
-                self._waiting.pop(row, None)
+        for state in [*self._waiting, *self.admitted.values()]:
+            if state.number == number:
+                state.finish_reason = CANCELLED
+                self._waiting.pop(state, None)
 
     @property
-    def free_places(self) -> list[int]:
-        return [b for b in range(self._num_places) if b not in self.admitted]
+    def free_rows(self) -> list[int]:
+        return [b for b in range(self._num_rows) if b not in self.admitted]
 
-    def next_row(self) -> Row | None:
+    def next_request(self) -> RequestState | None:
         """The waiting request to admit next, or None if none can be admitted now.
         First come clients with the fewest admitted requests, then the client whose latest admission
         was longest ago; of a client the oldest request, in an open run mostly the shortest. There
         unread long prompts take at most half of the batch."""
-        if len(self.admitted) == self._num_places:
+        if len(self.admitted) == self._num_rows:
             return None
         waiting = [*self._waiting]
-        num_rows = Counter(row.request.client for row in self.admitted.values())
-        clients = num_rows.keys() | {row.request.client for row in waiting}
+        num_rows = Counter(state.request.client for state in self.admitted.values())
+        clients = num_rows.keys() | {state.request.client for state in waiting}
         for client in self.latest_admissions.keys() - clients:
             del self.latest_admissions[client]
         num_long = sum(num_left > self._max_chunk for num_left in self.unread.values())
-        if self._is_open and num_long >= max(1, self._num_places // 2):
-            waiting = [row for row in waiting if len(row.prompt_ids) <= self._max_chunk]
+        if self._is_open and num_long >= max(1, self._num_rows // 2):
+            waiting = [state for state in waiting if len(state.prompt_ids) <= self._max_chunk]
 
-        def rank(row: Row) -> tuple[int, int, int]:
-            client = row.request.client
+        def rank(state: RequestState) -> tuple[int, int, int]:
+            client = state.request.client
             # A client without admissions ranks as if admitted when its request came.
-            latest, count = self.latest_admissions.get(client, (self._waiting[row], 0))
+            latest, count = self.latest_admissions.get(client, (self._waiting[state], 0))
             is_for_oldest = not self._is_open or count % OLDEST_EVERY == 0
-            return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
+            return num_rows[client], latest, 0 if is_for_oldest else len(state.prompt_ids)
 
         first = min(waiting, key=rank, default=None)
-        admitted = {row.request.sampling for row in self.admitted.values()}
+        admitted = {state.request.sampling for state in self.admitted.values()}
         if not first or (self._is_captured and admitted - {first.request.sampling}):
             return None
         return first
 
-    def admit(self, b: int, row: Row) -> None:
-        del self._waiting[row]
+    def admit(self, b: int, state: RequestState) -> None:
+        del self._waiting[state]
         self._num_admitted += 1
-        _, count = self.latest_admissions.get(row.request.client, (0, 0))
-        self.latest_admissions[row.request.client] = (self._num_admitted, count + 1)
-        self.admitted[b] = row
-        self.unread[b] = len(row.prompt_ids)
+        _, count = self.latest_admissions.get(state.request.client, (0, 0))
+        self.latest_admissions[state.request.client] = (self._num_admitted, count + 1)
+        self.admitted[b] = state
+        self.unread[b] = len(state.prompt_ids)
 
     def remove(self, b: int) -> None:
         del self.admitted[b]

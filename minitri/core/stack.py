@@ -18,7 +18,7 @@ from minitri.core.graphs import GraphPool
 from minitri.core.memory import Memory, Models
 from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import prefill
-from minitri.core.requests import Row
+from minitri.core.requests import RequestState
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.shape import MemoryShape
 from minitri.core.stats import Meter, Stats
@@ -80,16 +80,16 @@ class Stack:
         graphs.is_capturing = False
         self.stats.num_graphs = graphs.num_graphs
 
-    def admit(self, b: int, row: Row) -> Iterator[int]:
+    def admit(self, b: int, state: RequestState) -> Iterator[int]:
         """Gives the empty row b of the batch to a request; returns an iterator to read its prompt.
         Use it up before `start`. It yields after every chunk how many tokens are read,
         at last the prompt's length, though `start` reads the last token. Between chunks other rows
         decode, if not read by layers."""
         memory = self.memory
-        request = row.request
-        text_filters = row.make_filters()
-        num_tokens = len(row.prompt_ids)
-        self.sequences[b][:] = row.prompt_ids
+        request = state.request
+        text_filters = state.make_filters()
+        num_tokens = len(state.prompt_ids)
+        self.sequences[b][:] = state.prompt_ids
         self._ends[b] = num_tokens + request.generation.max_new_tokens
         memory.prefix.owners[b] = request.owner
         self.cascade.active[b] = False
@@ -99,14 +99,14 @@ class Stack:
             memory.retrieval_cache.reset(b, self.shape.budget_for(num_tokens))
         for runner in memory.runners.values():
             runner.set_sampling(b, request.sampling, text_filters)
-        return self._prefill(b, row)
+        return self._prefill(b, state)
 
-    def _prefill(self, b: int, row: Row) -> Iterator[int]:
+    def _prefill(self, b: int, state: RequestState) -> Iterator[int]:
         memory = self.memory
         cache = memory.retrieval_cache
-        prompt = row.prompt_ids
+        prompt = state.prompt_ids
         self.stats.num_prompt_tokens += len(prompt)
-        row.stats.num_cached_tokens = num_read = self._reuse(b, row)
+        state.stats.num_cached_tokens = num_read = self._reuse(b, state)
         decodes_between = self._is_open or not memory.full.is_hosted
         for num_held in prefill(
             self.target,
@@ -116,8 +116,8 @@ class Stack:
             chunk=self.shape.generation.prefill_chunk,
             watch=functools.partial(cache.observe, b) if cache else None,
             max_queries=cache.max_prompt_queries if cache else None,
-            scores=row.prompt_scores if row.request.score_prompt else None,
-            num_top=row.request.generation.logprobs or 0,
+            scores=state.prompt_scores if state.request.score_prompt else None,
+            num_top=state.request.generation.logprobs or 0,
             size=self._chunk_size if decodes_between else None,
         ):
             self.stats.num_prefilled_tokens += num_held - num_read
@@ -128,11 +128,11 @@ class Stack:
         memory.prefix.publish(b, prompt[:-1])
         yield len(prompt)
 
-    def _reuse(self, b: int, row: Row) -> int:
+    def _reuse(self, b: int, state: RequestState) -> int:
         """Fills row b with K and V of earlier texts that begin like its prompt: how many tokens."""
         cache = self.memory.retrieval_cache
-        most = len(row.prompt_ids) - 1
-        if row.request.score_prompt:
+        most = len(state.prompt_ids) - 1
+        if state.request.score_prompt:
             most = 0
         elif cache:  # tokens whose queries choose what the retrieval cache holds are always read
             most -= cache.max_prompt_queries or most
@@ -216,15 +216,15 @@ class Stack:
     def _commit(self, emitted: dict[int, Emitted]) -> None:
         """Updates the retrieval cache after a pass of the target; writes errors into `emitted`."""
         cache = self.memory.retrieval_cache
-        for b, row in emitted.items():
-            if cache and row.tokens:
+        for b, new in emitted.items():
+            if cache and new.tokens:
                 # Queries of the tokens that the target's pass read and kept: the last of the text
                 # before it, and the new ones but the last, which the next pass reads.
-                queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
+                queries_LTHD = cache.queries_LBTHD[:, b, : len(new.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
                 except (RuntimeError, MemoryError) as error:
-                    emitted[b] = replace(row, tokens=[], error=error)
+                    emitted[b] = replace(new, tokens=[], error=error)
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
         """Ends the text of row b; with `is_sound` later prompts may reuse its K and V."""

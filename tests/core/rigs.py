@@ -17,7 +17,7 @@ from minitri.core.memory import Models, allocate
 from minitri.core.model.attention import Attend, attend_math
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.requests import Request, Row
+from minitri.core.requests import Request, RequestState
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
@@ -83,11 +83,9 @@ class Rig:
         self.full, self.small = memory.full, memory.retrieval_cache
         self.cascade, self.sequences, self.stats = session.cascade, session.sequences, session.stats
         self.runners = memory.runners
-        requests = [
-            Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
-        ]
-        rows = [Row(b, request, request.prompt) for b, request in enumerate(requests)]
-        for reading in [session.admit(b, row) for b, row in enumerate(rows)]:
+        requests = [Request(ids, seed + b, sampling, generation) for b, ids in enumerate(prompts)]
+        states = [RequestState(b, request, request.prompt) for b, request in enumerate(requests)]
+        for reading in [session.admit(b, state) for b, state in enumerate(states)]:
             deque(reading, 0)
 
     def start(self) -> dict[int, Emitted]:

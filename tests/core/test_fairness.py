@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minitri.core.requests import Request, Row
+from minitri.core.requests import Request, RequestState
 from minitri.core.scheduler import Scheduler
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
@@ -18,19 +18,19 @@ Event = tuple[str, int]
 class Run(Iterator[Event]):
     """Events of requests, each of which gets one token in every step."""
 
-    def __init__(self, num_places: int = 4) -> None:
+    def __init__(self, num_rows: int = 4) -> None:
         generation = GenerationConfig(shared_chunk=CHUNK)
         settings = SamplingParams(), generation, SpeculationConfig()
-        shape = MemoryShape((1,) * num_places, *settings)
+        shape = MemoryShape((1,) * num_rows, *settings)
         self.scheduler = Scheduler([], shape, is_open=True)
-        self.active = [False] * num_places
+        self.active = [False] * num_rows
         self.num_left: list[int] = []  # of tokens, by request
         self.events = self.turns()
 
     def ask(self, num_prompt: int, num_new: int = 4, client: str = "") -> int:
         number = len(self.num_left)
         self.num_left.append(num_new)
-        self.scheduler.add(Row(number, Request([5], client=client), [5] * num_prompt))
+        self.scheduler.add(RequestState(number, Request([5], client=client), [5] * num_prompt))
         return number
 
     def __next__(self) -> Event:
@@ -45,8 +45,8 @@ class Run(Iterator[Event]):
 
     def turns(self) -> Iterator[Event]:
         while True:
-            while (row := self.scheduler.next_row()) is not None:
-                self.scheduler.admit(self.scheduler.free_places[0], row)
+            while (request := self.scheduler.next_request()) is not None:
+                self.scheduler.admit(self.scheduler.free_rows[0], request)
             can_decode = any(self.active)
             if (b := self.scheduler.next_to_read()) is not None:
                 size = CHUNK if can_decode else 4 * CHUNK

@@ -24,7 +24,7 @@ from minitri.apps.cli.terminal import LEGEND, print_stream
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
-from minitri.core.requests import Row
+from minitri.core.requests import RequestState
 from minitri.core.stats import num_common
 from minitri.files.archive import Archive, state_folder
 from minitri.text.prompt_ids import as_seeds, next_seed
@@ -210,14 +210,14 @@ class Chat:
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
             self._archive.begin()  # another file, as this one has them
-        row = self._run(prompt, min(most_new, room), show=True)
+        state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
-        ids = row.token_ids
+        ids = state.token_ids
         if talk.stops:  # the tokens may be those of a stop string, too
-            ids = talk.tokenizer.encode_marked(row.text)
-        elif row.finish_reason == "eos":  # the template writes its own end of an answer
+            ids = talk.tokenizer.encode_marked(state.text)
+        elif state.finish_reason == "eos":  # the template writes its own end of an answer
             ids = ids[:-1]
-        is_cut = row.finish_reason in ("length", None)
+        is_cut = state.finish_reason in ("length", None)
         if is_cut:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
@@ -225,7 +225,7 @@ class Chat:
         if self._archive.folder.is_dir():
             self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}

@@ -29,7 +29,7 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     exits.import_pytorch()  # takes seconds
     from minitri.files.snapshots import check_place
     from minitri.loader import OpenEngine
-    from minitri.text.rows import text_filters
+    from minitri.text.prepare import text_filters
 
     if (file := vars(args).get("save_kv")) is not None:  # before minutes of work
         with explain(f"--save-kv: cannot write {shorten(file)}", "name another file"):

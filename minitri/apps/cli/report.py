@@ -12,7 +12,7 @@ import minitri
 from minitri.apps.cli.arguments import UNUSED
 from minitri.core.errors import shorten
 from minitri.core.log import log
-from minitri.core.requests import Row
+from minitri.core.requests import RequestState
 
 if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
@@ -70,7 +70,7 @@ def outline(run: "minitri.Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        counts = [row.stats.by_origin for row in run.rows]
+        counts = [state.stats.by_origin for state in run.rows]
         num_guessed = sum(count["draft"] + count["retrieval"] for count in counts)
         line += f"; {num_guessed / total:.0%} of them were proposed ahead and confirmed"
     if len(run.rows) == 1:
@@ -90,26 +90,26 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def answer(row: Row) -> Json:
+def answer(state: RequestState) -> Json:
     """A request's output as an object of JSON, with the log-probabilities of --logprobs."""
     fields: Json = {
-        "text": row.text,
-        "token_ids": row.token_ids,
-        "finish_reason": row.finish_reason or "interrupted",
-        "seed": row.request.seed,
-        "temperature": row.request.sampling.temperature,
-        "num_prompt_tokens": len(row.prompt_ids),
-        "num_cached_tokens": row.stats.num_cached_tokens,
+        "text": state.text,
+        "token_ids": state.token_ids,
+        "finish_reason": state.finish_reason or "interrupted",
+        "seed": state.request.seed,
+        "temperature": state.request.sampling.temperature,
+        "num_prompt_tokens": len(state.prompt_ids),
+        "num_cached_tokens": state.stats.num_cached_tokens,
     }
-    if row.request.generation.logprobs is not None:
-        fields["logprobs"] = [token.logprob for token in row.tokens]
-        fields["top_logprobs"] = [token.top_logprobs for token in row.tokens]
+    if state.request.generation.logprobs is not None:
+        fields["logprobs"] = [token.logprob for token in state.tokens]
+        fields["top_logprobs"] = [token.top_logprobs for token in state.tokens]
     return fields
 
 
 def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace) -> Json:
     """The object that --json prints for a run of one prompt: the text and all statistics."""
-    [row] = run.rows
+    [state] = run.rows
     stats = run.stats
     return {
         "model": args.model,
@@ -117,8 +117,8 @@ def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace)
         "coupled": args.coupled,
         "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
-        **answer(row),
-        **vars(row.stats),
+        **answer(state),
+        **vars(state.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,
         "tokens_per_second": stats.tokens_per_second,

@@ -36,7 +36,7 @@ from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.core.log import log
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.text import prompt_ids, rows
+from minitri.text import prepare, prompt_ids
 
 LENGTH = 64  # tokens of the prompt, and of the output, of each text of the statistical test
 FALSE_ALARM = 1e-4  # odds that a correct engine fails, all methods and scores together
@@ -151,7 +151,7 @@ def probs_of_text(
     """Distributions (N, V) of a model from which N new tokens after a prompt were sampled."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
-    filters = rows.text_filters(sampling, prompt, engine.tokenizer, engine.config)
+    filters = prepare.text_filters(sampling, prompt, engine.tokenizer, engine.config)
     if filters is not None:
         filters.apply(logits_NV, [new[:n] for n in range(len(new))])
     return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)

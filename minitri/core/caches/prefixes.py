@@ -77,9 +77,9 @@ class PrefixCache:
             self._fill(b, row, len(tokens))
             self._guard(b, tokens, row.owner)
 
-    def best_place(self, places: list[int], prompt: list[int], owner: str) -> int:
-        """Chooses a free row of `places` for a prompt: most shared tokens, fewest tokens lost."""
-        rows = [self._ended[b] for b in places]
+    def best_row(self, free_rows: list[int], prompt: list[int], owner: str) -> int:
+        """Chooses one of `free_rows` for a prompt: most shared tokens, fewest tokens lost."""
+        rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:

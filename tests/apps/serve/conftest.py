@@ -22,7 +22,7 @@ from minitri.core.requests import Event, Idle, Request
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import Stats
 from minitri.text.chat_template import ChatTemplate
-from minitri.text.rows import make_row
+from minitri.text.prepare import prepare
 from minitri.worker import Worker
 from tests.apps.serve.templates import QWEN
 from tests.conftest import write_hf_folder
@@ -162,15 +162,15 @@ class ScriptedRun:
         return self.tokenizer.text_bytes(ids, {0, 1, 2}).decode("utf-8", "replace")
 
     def submit(self, request: Request) -> int:
-        row = make_row(len(self.requests), request, self._engine.model, self.tokenizer)
+        state = prepare(len(self.requests), request, self._engine.model, self.tokenizer)
         self.requests.append(request)
         ids = self.tokenizer.encode_marked(self.texts.popleft() if self.texts else "")
         for token in [*ids, 2]:
-            self._events.append(row.push(token, "bonus", (2,)))
-            if row.finish_reason is not None:
+            self._events.append(state.push(token, "bonus", (2,)))
+            if state.finish_reason is not None:
                 break
-        self._events.append(row.end(Stats()))
-        return row.number
+        self._events.append(state.end(Stats()))
+        return state.number
 
     def cancel(self, number: int) -> None:
         self._events = deque(event for event in self._events if event.row != number)

@@ -8,7 +8,7 @@ from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.errors import InputError
 from minitri.core.fields import expect
 from minitri.core.model.llama import Llama
-from minitri.core.requests import Request, Row
+from minitri.core.requests import Request, RequestState
 from minitri.core.settings import SamplingParams
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
@@ -16,29 +16,31 @@ from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer
 
 
-def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
-    """One `Row` per request, numbered from 0. Raises `InputError`, which names the request."""
-    rows = []
+def prepare_all(
+    requests: Sequence[Request], model: Llama, tokenizer: Tokenizer
+) -> list[RequestState]:
+    """Prepares requests, numbered from 0. Raises `InputError`, which names the request."""
+    states = []
     for number, request in enumerate(requests):
         try:
-            rows.append(make_row(number, request, model, tokenizer))
+            states.append(prepare(number, request, model, tokenizer))
         except InputError as error:
             where = f"request {number}: " if len(requests) > 1 else ""
             raise InputError(f"{where}{error}") from None
-    return rows
+    return states
 
 
-def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> Row:
-    """Checks a request and makes its `Row`; a missing seed is drawn, the same one on all ranks.
+def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> RequestState:
+    """Checks a request, encodes its prompt, and draws a missing seed, the same one on all ranks.
     Raises `InputError`."""
     expect(request, Request)
     prompt_ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    # Checks tokens and grammar before any work; the row's own filters are made at its admission.
+    # Checks tokens and grammar before any work; those of the text are made at its admission.
     text_filters(request.sampling, [], tokenizer, model.config)
-    return Row(
+    return RequestState(
         number,
         replace(request, seed=seed),
         prompt_ids,
@@ -50,7 +52,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
 def text_filters(
     sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
 ) -> TextFilters | None:
-    """The text filters of a new row; None if its settings need none. Raises `InputError`.
+    """The filters of a new text; None if its settings need none. Raises `InputError`.
     Reasons are a token that the model lacks, and a grammar that cannot be compiled."""
     by_probability = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     if sampling == SamplingParams(*by_probability):
