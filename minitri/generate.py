@@ -58,14 +58,15 @@ class GenerateFlags:
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri generate`."""
     parser = arguments.OneLineParser("generate")
-    add_flags = arguments.add_flags
-    add_flags(parser, *arguments.MODEL, "json")
+    arguments.add_flags(parser, *arguments.MODEL, "json")
     group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
+    arguments.add_flags(
+        parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY
+    )
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
@@ -109,8 +110,8 @@ def one(args: argparse.Namespace) -> int:
 
 def engine_and_requests(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
-    text, source = find_prompt(args)
-    engine, [prompt] = boot.load_engine(args, text)
+    text, source, usual_tokens = find_prompt(args)
+    engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
     settings = arguments.taken(GenerationConfig, args)
     requests = [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]

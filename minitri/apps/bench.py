@@ -54,7 +54,7 @@ def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLinePa
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    parser.set_defaults(ignore_eos=True, usual_tokens=inputs.DEMO_PROMPT_TOKENS, max_new_tokens=64)
+    parser.set_defaults(ignore_eos=True, max_new_tokens=64)
     return parser
 
 
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
         raise InputError(f"--max-new-tokens is {args.max_new_tokens}; give at least 4 to measure")
     if args.offload and args.on_chip is None:
         raise InputError("--offload needs --on-chip N here, the same for all methods")
-    engine, prompts = boot.load_engine(args, *texts)
+    engine, prompts = boot.load_engine(args, *texts, usual_tokens=inputs.DEMO_PROMPT_TOKENS)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations))
     facts = {

@@ -17,15 +17,7 @@ from minitri.core.errors import GrammarError, InputError, NotFiniteError
 from minitri.core.graphs import check_filters
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
-from minitri.core.requests import (
-    CANCELLED,
-    End,
-    Event,
-    Idle,
-    PrefillProgress,
-    Request,
-    RequestState,
-)
+from minitri.core.requests import End, Event, Idle, PrefillProgress, Request, RequestState
 from minitri.core.scheduler import Scheduler
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
@@ -228,7 +220,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 self.stats.num_decoded_tokens += bool(state.tokens)
                 self.stats.num_generated_tokens += 1
                 yield state.push(token, origin, eos, *score)
-            if state.finish_reason not in (None, CANCELLED):
+            if state.finish_reason not in (None, "cancelled"):
                 self._remove(stack, b)
                 yield state.end(self.stats)
 

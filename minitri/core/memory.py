@@ -161,8 +161,7 @@ def allocate(
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
-    # The target's graphs: for no guess, up to 4, up to 8 and all. A shorter block is padded; more
-    # sizes would cost seconds and memory for each.
+    # For no guess, up to 4, up to 8, and all: each size costs time and memory; blocks are padded.
     runners["target"] = ModelRunner(
         Passes(target, full, sampling, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,

@@ -107,7 +107,6 @@ class Request:
 
 
 NO_SPECULATION = SpeculationConfig("autoregressive")
-CANCELLED = "cancelled"
 
 
 @dataclass(eq=False)
@@ -158,7 +157,7 @@ class RequestState:
     def end(self, stats: Stats, error: Exception | None = None) -> End:
         return End(
             self.number,
-            self.finish_reason or CANCELLED,
+            self.finish_reason or "cancelled",
             self.text,
             tuple(self.token_ids),
             self.request.seed or 0,

@@ -90,11 +90,7 @@ class ModelRunner:
     """A model, its cache, and the filters that turn its logits into distributions."""
 
     def __init__(
-        self,
-        passes: Passes,
-        *,
-        graphs: GraphPool | None = None,
-        block_sizes: Collection[int] = (),
+        self, passes: Passes, *, graphs: GraphPool | None = None, block_sizes: Collection[int] = ()
     ) -> None:
         """Makes a runner; with `graphs`, captures passes over blocks of `block_sizes` now.
         Later blocks are padded to the next size, trees to the largest. Raises `InputError`."""

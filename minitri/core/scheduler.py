@@ -9,7 +9,7 @@ prompts first. The scheduler holds no tensor and calls no model.
 from collections import Counter
 from collections.abc import Sequence
 
-from minitri.core.requests import CANCELLED, RequestState
+from minitri.core.requests import RequestState
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
@@ -43,8 +43,7 @@ class Scheduler:
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(requests, 0)
-        """Requests to admit, each with the number of admissions before it came."""
+        self._waiting = dict.fromkeys(requests, 0)  # each with the admissions before it came
         self._num_admitted = 0
         self._num_chunks = 0
 
@@ -55,7 +54,7 @@ class Scheduler:
         """Drops the waiting request `number`, or marks a running one to leave before a turn."""
         for state in [*self._waiting, *self.admitted.values()]:
             if state.number == number:
-                state.finish_reason = CANCELLED
+                state.finish_reason = "cancelled"
                 self._waiting.pop(state, None)
 
     @property

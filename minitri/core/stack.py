@@ -43,11 +43,9 @@ class Stack:
             name: least(bytes_per_pass(runner.model)) for name, runner in runners.items()
         }
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in runners.values()))
-        self.tuner = Autotuner(
-            speculation.plans,
-            self.predictor_for(shape.prompt_lengths),
-            use_clock=may_use_clock(models, shape, is_open=is_open),
-        )
+        use_clock = may_use_clock(models, shape, is_open=is_open)
+        predictor = self.predictor_for(shape.prompt_lengths)
+        self.tuner = Autotuner(speculation.plans, predictor, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
         self.source: RandomSource = CoupledSource() if speculation.coupled else independent

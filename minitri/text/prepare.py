@@ -1,6 +1,5 @@
-"""Rows from requests: prompts become token ids, seeds are drawn, settings are checked."""
+"""Prepares requests for a run: encodes prompts, draws seeds, checks settings."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from minitri.core.config import ModelConfig
@@ -16,9 +15,7 @@ from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer
 
 
-def prepare_all(
-    requests: Sequence[Request], model: Llama, tokenizer: Tokenizer
-) -> list[RequestState]:
+def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[RequestState]:
     """Prepares requests, numbered from 0. Raises `InputError`, which names the request."""
     states = []
     for number, request in enumerate(requests):

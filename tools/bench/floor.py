@@ -9,7 +9,7 @@ import torch
 from minitri.apps.bench import spread
 from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.inputs import read_prompt
+from minitri.apps.cli.inputs import DEMO_PROMPT_TOKENS, read_prompt
 from minitri.apps.cli.report import where
 from minitri.core.generation import Generation
 from minitri.core.roofline import bytes_per_pass
@@ -25,7 +25,7 @@ def run_floor(args: argparse.Namespace) -> None:
     num_new = args.max_new_tokens
     generation = taken(GenerationConfig, args)
     args.method = "autoregressive"
-    engine, [prompt] = load_engine(args, text)
+    engine, [prompt] = load_engine(args, text, usual_tokens=DEMO_PROMPT_TOKENS)
     all_stats = []
     for _ in range(args.repeats):
         run = plain_decoding(engine, prompt, generation)

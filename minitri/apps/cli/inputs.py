@@ -16,20 +16,20 @@ from minitri.text.prompt_ids import check_prompt
 DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 
-def find_prompt(args: Namespace) -> tuple[str, str]:
-    """The prompt by flags, from a pipe or the demo; a phrase on its source. Raises `InputError`."""
+def find_prompt(args: Namespace) -> tuple[str, str, int | None]:
+    """The prompt by flags, from a pipe or the demo; a phrase on its source; tokens to cut it to.
+    Raises `InputError`."""
     if args.prompt is not None:
-        return read_prompt(None, args.prompt), ""
+        return read_prompt(None, args.prompt), "", None
     file = args.prompt_file
     if file is None and not args.demo:
         if join().ask_first(is_piped):
             file = "-"
         elif not join().ask_first(sys.stdin.isatty):
             raise InputError("there is no text; give one in quotes, or --prompt-file, or --demo")
-    if file is None:
-        args.usual_tokens = DEMO_PROMPT_TOKENS
     source = {"-": "standard input", None: "--demo"}.get(file, file)
-    return read_prompt(file), f" of {shorten(source)}"
+    usual_tokens = DEMO_PROMPT_TOKENS if file is None else None
+    return read_prompt(file), f" of {shorten(source)}", usual_tokens
 
 
 def is_piped() -> bool:
@@ -59,9 +59,10 @@ def encode(
     engine: "minitri.Engine | minitri.loader.OpenEngine",
     args: Namespace,
     num_new: int | None = None,
+    usual_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt, with room for `num_new` or --max-new-tokens. Raises `InputError`.
-    Text is cut, not its chat template: to --max-prompt-tokens, or `usual_tokens` if set."""
+    Text is cut, not its chat template: to --max-prompt-tokens, or else to `usual_tokens`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):
@@ -73,7 +74,7 @@ def encode(
     empty = ids_of("")
     num_new = num_new or args.max_new_tokens or 0
     room = engine.config.context_length - num_new
-    usual = min(args.usual_tokens, room) if "usual_tokens" in vars(args) else len(ids)
+    usual = min(usual_tokens, room) if usual_tokens else len(ids)
     most = args.max_prompt_tokens or usual
     if len(empty) < most < len(ids):
         log.info("prompt: only its first %d of %d tokens are read", most, len(ids))

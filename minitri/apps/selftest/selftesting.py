@@ -32,9 +32,7 @@ def build_parser() -> arguments.OneLineParser:
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
     arguments.add_flags(parser, "num_samples")
-    parser.set_defaults(
-        usual_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
-    )
+    parser.set_defaults(max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7)
     return parser
 
 
@@ -49,7 +47,8 @@ def table(results: list[report.Json]) -> str:
 def run_command(args: Namespace) -> int:
     """Runs all comparisons of the self-test; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
-    engine, [prompt] = boot.load_engine(args, inputs.read_prompt(args.prompt_file, args.prompt))
+    text = inputs.read_prompt(args.prompt_file, args.prompt)
+    engine, [prompt] = boot.load_engine(args, text, usual_tokens=2000)
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
     rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]

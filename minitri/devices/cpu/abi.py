@@ -71,9 +71,7 @@ class FilterArguments(Struct):
     """Arguments of the C++ kernel for temperature, top-k, top-p and min-p."""
 
     _fields_ = layout(
-        pointers="logits probs",
-        integers="N V top_k",
-        doubles="temperature top_p log_min_p",
+        pointers="logits probs", integers="N V top_k", doubles="temperature top_p log_min_p"
     )
 
 
