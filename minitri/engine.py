@@ -15,7 +15,7 @@ from torch import Tensor
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
-from minitri.core.graphs import sampling_to_capture
+from minitri.core.graphs import most_filters
 from minitri.core.memory import MemoryPool, Models, check_process, computing
 from minitri.core.model.llama import Llama
 from minitri.core.requests import End, Event, Prompt, Request, RequestState, check_run, settings_of
@@ -108,8 +108,7 @@ class Engine(AbstractContextManager["Engine"]):
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
         not set, rows share the autotuner's choices. Raises `InputError` before any work."""
-        settings = (sampling, generation, speculation)
-        sampling, generation, speculation = self._settings(*settings, **fields)
+        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
@@ -156,7 +155,7 @@ class Engine(AbstractContextManager["Engine"]):
         shape = MemoryShape((len(ids),), *settings, SpeculationConfig("autoregressive"))
         pool = MemoryPool(self.models)  # of its own: the text that the engine holds stays
         pool.runs = self._pool.runs
-        [end] = Generation([state], shape, pool).results()
+        end = Generation([state], shape, pool).result()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
     def stream(
@@ -173,12 +172,11 @@ class Engine(AbstractContextManager["Engine"]):
         Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
         run, such as `method`. Raises `InputError` before any work, naming the request."""
         check_run(batch_size, fields)
-        settings = (SamplingParams(), generation, speculation)
-        _, generation, speculation = settings_of(*settings, **fields)
+        settings = settings_of(SamplingParams(), generation, speculation, **fields)
         requests = list(requests)
         if not requests:
             raise InputError("there are no requests; give at least one")
-        return self._run(requests, generation, speculation, batch_size)
+        return self._run(requests, *settings[1:], batch_size)
 
     def open(
         self,
@@ -196,8 +194,8 @@ class Engine(AbstractContextManager["Engine"]):
         A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
-        settings = (sampling, generation or GenerationConfig(), speculation)
-        sampling, generation, speculation = self._settings(*settings, **fields)
+        generation = generation or GenerationConfig()
+        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
         room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
@@ -208,7 +206,7 @@ class Engine(AbstractContextManager["Engine"]):
         make = partial(prepare, model=self.model, tokenizer=self.tokenizer)
         return Generation([], shape, self._pool, make)
 
-    def _settings(
+    def _merge(
         self,
         sampling: SamplingParams | None = None,
         *others: Any,
@@ -238,8 +236,7 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        wanted = [request.sampling for request in requests]
-        sampling = sampling_to_capture(wanted, self.model, generation)
+        sampling = most_filters([request.sampling for request in requests], self.model, generation)
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)
@@ -257,7 +254,7 @@ class Engine(AbstractContextManager["Engine"]):
                 )
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
-        sampling, generation, speculation = self._settings(**settings)
+        sampling, generation, speculation = self._merge(**settings)
         request = Request(prompt, seed, sampling, generation)
         state = prepare(0, request, self.model, self.tokenizer)
         num_tokens = len(state.prompt_ids) + generation.max_new_tokens

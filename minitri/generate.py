@@ -114,8 +114,7 @@ def engine_and_requests(args: argparse.Namespace) -> "tuple[minitri.Engine, list
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
     settings = arguments.taken(GenerationConfig, args)
-    requests = [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]
-    return engine, requests
+    return engine, [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]
 
 
 main = program(build_parser, run_command, GenerateFlags, parallel=True)

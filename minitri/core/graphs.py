@@ -93,10 +93,10 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def sampling_to_capture(
+def most_filters(
     wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
 ) -> SamplingParams:
-    """Chooses from `wanted` the sampling settings to capture graphs with: with the most filters.
+    """Chooses from `wanted` the settings with the most filters, to capture CUDA graphs with.
     If possible above temperature 0. Raises `InputError` if the others cannot be applied then."""
     sampled = [sampling for sampling in wanted if sampling.temperature > 0]
     most = max(sampled or wanted[:1], key=lambda sampling: sampling.form)

@@ -143,7 +143,6 @@ def allocate(
         prefix.adopt(held)
     if not graphs and shape.generation.cuda_graphs and target.device.type == "cuda":
         graphs = GraphPool(target.device)
-    sampling = shape.sampling
     V = target.config.vocab_size
     runners: dict[str, ModelRunner] = {}
     cache: RetrievalCache | None = None
@@ -151,19 +150,19 @@ def allocate(
         window = StreamingCache(models.draft, shape.num_rows, speculation)
         # Trees replay a pass for each depth; of chains `Level.capture` captures whole rounds.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
-        passes = Passes(models.draft, window, sampling, V)
+        passes = Passes(models.draft, window, shape.sampling, V)
         runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)
     if shape.uses_retrieval:
         cache = RetrievalCache(full, target, speculation, shape.budgets)
         longest = 1 + max(plan.gamma1 for plan in speculation.plans)
         sizes = {1, speculation.max_block if speculation.tree else longest}
-        passes = Passes(models.retrieval, cache, sampling, V)
+        passes = Passes(models.retrieval, cache, shape.sampling, V)
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
     # For no guess, up to 4, up to 8, and all: each size costs time and memory; blocks are padded.
     runners["target"] = ModelRunner(
-        Passes(target, full, sampling, V, cache.queries_LBTHD if cache else None),
+        Passes(target, full, shape.sampling, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,
         block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )

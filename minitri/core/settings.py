@@ -32,8 +32,8 @@ MIN_BUDGET, MAX_BUDGET = 256, 4096  # limits of the default retrieval budget, in
 Bias = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
-def round_up_to_stride(num_slots: int) -> int:
-    """Rounds a number of slots up to a multiple of STRIDE."""
+def pad_to_stride(num_slots: int) -> int:
+    """A number of slots, rounded up to a multiple of STRIDE."""
     return -(-num_slots // STRIDE) * STRIDE
 
 

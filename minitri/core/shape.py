@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass
 
-from minitri.core.settings import (
-    GenerationConfig,
-    SamplingParams,
-    SpeculationConfig,
-    round_up_to_stride,
-)
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig, pad_to_stride
 
 
 @dataclass(frozen=True)
@@ -15,7 +10,7 @@ class MemoryShape:
     """Lengths and settings that decide how much memory a run needs."""
 
     prompt_lengths: tuple[int, ...]  # tokens of the longest prompt of each row
-    sampling: SamplingParams  # filters that captured CUDA graphs apply
+    sampling: SamplingParams  # that captured CUDA graphs apply
     generation: GenerationConfig
     speculation: SpeculationConfig
 
@@ -36,7 +31,7 @@ class MemoryShape:
         """Slots of the full cache that a row needs: prompt, output, guesses of the last step."""
         num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
         num_tokens = max(num_tokens, self.generation.reserve)
-        return round_up_to_stride(num_tokens + self.speculation.max_block - 1)
+        return pad_to_stride(num_tokens + self.speculation.max_block - 1)
 
     @property
     def budgets(self) -> list[int]:

@@ -80,9 +80,9 @@ class Stack:
 
     def admit(self, b: int, state: RequestState) -> Iterator[int]:
         """Gives the empty row b of the batch to a request; returns an iterator to read its prompt.
-        Use it up before `start`. It yields after every chunk how many tokens are read,
-        at last the prompt's length, though `start` reads the last token. Between chunks other rows
-        decode, if not read by layers."""
+        After every chunk it yields how many of the prompt's tokens are in the cache, at last their
+        number: the last one is left to `start`, which may be called then. Between chunks other
+        rows may decode, except where a cache in host memory is filled layer by layer."""
         memory = self.memory
         request = state.request
         text_filters = state.make_filters()
@@ -104,9 +104,9 @@ class Stack:
         cache = memory.retrieval_cache
         prompt = state.prompt_ids
         self.stats.num_prompt_tokens += len(prompt)
-        state.stats.num_cached_tokens = num_read = self._reuse(b, state)
+        num_held = state.stats.num_cached_tokens = self._reuse(b, state)
         decodes_between = self._is_open or not memory.full.is_hosted
-        for num_held in prefill(
+        for length in prefill(
             self.target,
             prompt,
             memory.full,
@@ -118,16 +118,16 @@ class Stack:
             num_top=state.request.generation.logprobs or 0,
             size=self._chunk_size if decodes_between else None,
         ):
-            self.stats.num_prefilled_tokens += num_held - num_read
-            num_read = num_held
-            if num_read < len(prompt) - 1:
-                yield num_read
+            self.stats.num_prefilled_tokens += length - num_held
+            num_held = length
+            if num_held < len(prompt) - 1:
+                yield num_held
         self.stats.num_prefilled_tokens += 1  # the last token, which `start` reads
         memory.prefix.publish(b, prompt[:-1])
         yield len(prompt)
 
     def _reuse(self, b: int, state: RequestState) -> int:
-        """Fills row b with K and V of earlier texts that begin like its prompt: how many tokens."""
+        """Copies K and V of an earlier text that begins like row b's prompt; of how many tokens."""
         cache = self.memory.retrieval_cache
         most = len(state.prompt_ids) - 1
         if state.request.score_prompt:

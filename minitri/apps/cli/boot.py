@@ -19,8 +19,7 @@ from minitri.text.prompt_ids import draw_seed
 def load_engine(
     args: Namespace, *texts: str, usual_tokens: int | None = None
 ) -> "tuple[minitri.Engine, list[list[int]]]":
-    """Opens the files that flags name, encodes and checks the prompts, then loads the weights.
-    Without --max-prompt-tokens prompts are cut to `usual_tokens`."""
+    """Opens the files that flags name, encodes prompts (`inputs.encode`), loads the weights."""
     opened = open_engine(args)
     prompts = [inputs.encode(text, opened, args, usual_tokens=usual_tokens) for text in texts]
     return load_weights(args, opened), prompts

@@ -28,8 +28,7 @@ def find_prompt(args: Namespace) -> tuple[str, str, int | None]:
         elif not join().ask_first(sys.stdin.isatty):
             raise InputError("there is no text; give one in quotes, or --prompt-file, or --demo")
     source = {"-": "standard input", None: "--demo"}.get(file, file)
-    usual_tokens = DEMO_PROMPT_TOKENS if file is None else None
-    return read_prompt(file), f" of {shorten(source)}", usual_tokens
+    return read_prompt(file), f" of {shorten(source)}", None if file else DEMO_PROMPT_TOKENS
 
 
 def is_piped() -> bool:
@@ -74,8 +73,7 @@ def encode(
     empty = ids_of("")
     num_new = num_new or args.max_new_tokens or 0
     room = engine.config.context_length - num_new
-    usual = min(usual_tokens, room) if usual_tokens else len(ids)
-    most = args.max_prompt_tokens or usual
+    most = args.max_prompt_tokens or (min(usual_tokens, room) if usual_tokens else len(ids))
     if len(empty) < most < len(ids):
         log.info("prompt: only its first %d of %d tokens are read", most, len(ids))
         num_last = num_after_text(ids, empty)

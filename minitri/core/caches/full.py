@@ -13,7 +13,7 @@ from torch import Tensor
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
 from minitri.core.model.llama import Llama
-from minitri.core.settings import round_up_to_stride
+from minitri.core.settings import pad_to_stride
 from minitri.core.stats import num_common
 
 
@@ -26,7 +26,7 @@ class FullCache(Cache):
     ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         config = model.config
-        slots = round_up_to_stride(capacity)
+        slots = pad_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         return cls(*make_slots(shape, model.dtype, model.device))
 

@@ -27,7 +27,7 @@ from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
 from minitri.core.model.block import empty_queries
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.llama import Llama
-from minitri.core.settings import SpeculationConfig, round_up_to_stride
+from minitri.core.settings import SpeculationConfig, pad_to_stride
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RetrievalCache(Cache):
         self._windowed = model.config.sliding_layers if self._window else ()
         plain = [layer for layer in range(L) if layer not in self._windowed]
         self._plain = plain if self._window else slice(None)
-        slots = round_up_to_stride(max(self.max_budget, self._window) + speculation.room)
+        slots = pad_to_stride(max(self.max_budget, self._window) + speculation.room)
         small = (L, B, K, slots, D)
         make_slots = model.execution.make_slots or plain_slots
         super().__init__(*make_slots(small, model.dtype, model.device))

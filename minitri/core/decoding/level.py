@@ -70,10 +70,10 @@ class Level(Stage):
         blocks: Rows = []  # the level above takes all of these tokens as guesses
         try:  # rounds append to the texts themselves: to copy a long one takes 0.1 ms and more
             while any(unfinished):
-                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
-                    probs[b].append(row.probs_NV)
-                    if row.tokens:  # this level sampled the last one, recovered or bonus, itself
-                        origins[b] += [*row.origins[:-1], self.name]
+                for b, new in enumerate(self.round(sequences, unfinished, unfinished)):
+                    probs[b].append(new.probs_NV)
+                    if new.tokens:  # this level sampled the last one, recovered or bonus, itself
+                        origins[b] += [*new.origins[:-1], self.name]
                     elif unfinished[b]:
                         failed.add(b)
                 unfinished = [
@@ -98,23 +98,22 @@ class Level(Stage):
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
         """One round: the stage below guesses for `guessing` rows; `active` rows are verified."""
-        proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):
-            proposer = self.below.name
             forced = self.forced(sequences, guessing)
             guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
             if any(guessing):
                 proposal = self.below.propose(sequences, guessing)
             if any(forced):
-                proposal = proposal.with_forced(forced, proposer)
+                proposal = proposal.with_forced(forced, self.below.name)
         with self._meter.timed_round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.clock.settle()  # waits for the device
-        for b, row in enumerate(emitted):
-            if row.tokens:
-                who = proposer if guessing[b] else None
-                self._meter.note_acceptance(self.stats, who, proposal.depth(b), len(row.tokens) - 1)
+        for b, new in enumerate(emitted):
+            if new.tokens:
+                proposer = self.below.name if self.below and guessing[b] else None
+                counts = (proposal.depth(b), len(new.tokens) - 1)
+                self._meter.note_acceptance(self.stats, proposer, *counts)
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
@@ -151,13 +150,12 @@ class Level(Stage):
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         B = len(self.runner.sampling)
-        chains = [plan for plan in plans if not plan.tree]
-        lengths = {
-            "draft": {plan.gamma1 for plan in chains},
-            # It drafts token by token: all after the second use the graph of the second.
-            "retrieval": {min(plan.gamma2, 2) for plan in chains if not plan.uses_drafter},
+        lengths = {  # of drafts; a target's are made token by token, all but the first alike
+            plan.gamma1 or min(plan.gamma2, 2)
+            for plan in plans
+            if self.name == ("draft" if plan.uses_drafter else "retrieval") and not plan.tree
         }
-        for N in lengths.get(self.name, set()) - {0}:
+        for N in lengths - {0}:
             self.runner.draft([[0]] * B, [False] * B, N, self.source)
 
     def prepare(self, sequences: Rows, active: Active) -> None:

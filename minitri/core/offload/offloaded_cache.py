@@ -23,7 +23,7 @@ from minitri.core.model.cache import BlockKV, gather_path, write_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.streams import CopyStream, synchronize
-from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
+from minitri.core.settings import LONGEST_BLOCK, pad_to_stride
 
 
 class StagingBuffer:
@@ -54,7 +54,7 @@ class OffloadedFullCache(FullCache):
     ) -> None:
         B, K, D = batch_size, model.config.num_kv_heads, model.config.head_dim
         L = model.config.num_layers - on_chip
-        S = round_up_to_stride(capacity)
+        S = pad_to_stride(capacity)
         empty = functools.partial(torch.empty, dtype=model.dtype, device=model.device)
         super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D))
         self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), model.dtype)

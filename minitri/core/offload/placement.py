@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.roofline import copy_bytes, num_weights
-from minitri.core.settings import LONGEST_BLOCK, SLIDE, round_up_to_stride
+from minitri.core.settings import LONGEST_BLOCK, SLIDE, pad_to_stride
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
@@ -88,7 +88,7 @@ class Demand:
         num_bytes = 0
         if shape.uses_retrieval:
             window = min(config.window, shape.capacity)
-            slots = round_up_to_stride(max(*shape.budgets, window) + speculation.room)
+            slots = pad_to_stride(max(*shape.budgets, window) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
             num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim

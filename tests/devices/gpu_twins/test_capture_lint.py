@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri.core.errors import InputError
-from minitri.core.graphs import sampling_to_capture
+from minitri.core.graphs import most_filters
 from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
@@ -103,11 +103,11 @@ def test_filters_that_captured_graphs_lack_are_refused():
     wanted = [SamplingParams(0.6, top_k=5), SamplingParams(0.6, top_p=0.9)]
     on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
     with pytest.raises(InputError, match="of one kind"):
-        sampling_to_capture(wanted, on_gpu, GenerationConfig())
+        most_filters(wanted, on_gpu, GenerationConfig())
     for neutral in (SamplingParams(), SamplingParams(1.0, top_p=1.0)):
-        assert sampling_to_capture([neutral, wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
-    assert sampling_to_capture(wanted, on_cpu, GenerationConfig()) == wanted[0]
-    assert sampling_to_capture(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
+        assert most_filters([neutral, wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
+    assert most_filters(wanted, on_cpu, GenerationConfig()) == wanted[0]
+    assert most_filters(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
 
 
 @pytest.mark.parametrize("tree", ["", "1x2"])
