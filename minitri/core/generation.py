@@ -1,7 +1,7 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
-A `Generation` computes only while its caller asks for the next event. Requests are rows of a batch;
-when a request ends, a waiting one takes its place. Each text follows the model's distribution.
+A `Generation` computes only while its caller asks for the next event. A running request has a row
+of the batch, which a waiting one gets when it ends. Each text follows the model's distribution.
 The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N tokens, V vocab.
 """
 

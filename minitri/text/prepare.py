@@ -16,7 +16,7 @@ from minitri.text.tokenizer import Tokenizer
 
 
 def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[RequestState]:
-    """Prepares requests, numbered from 0. Raises `InputError`, which names the request."""
+    """States of requests, numbered from 0. Raises `InputError`, which names the request."""
     states = []
     for number, request in enumerate(requests):
         try:

@@ -75,7 +75,7 @@ def sampling_of(
 def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
-    """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
+    """Context with a run over requests, by the flags; then logs statistics, and does --save-kv."""
     hottest = max(request.sampling.temperature for request in requests)
     with engine.stream(
         requests,

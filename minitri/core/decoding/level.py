@@ -150,7 +150,7 @@ class Level(Stage):
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         B = len(self.runner.sampling)
-        lengths = {  # of drafts; a target's are made token by token, all but the first alike
+        lengths = {  # of drafts; the retrieval level makes all tokens after the first alike
             plan.gamma1 or min(plan.gamma2, 2)
             for plan in plans
             if self.name == ("draft" if plan.uses_drafter else "retrieval") and not plan.tree
