@@ -25,15 +25,21 @@ class Machine:
     link_bytes_per_second: float  # from host memory to the device
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict
-    share_per_extra_token: float = 0.0  # time that each further token adds, as a share of the pass
-    share_in_few_bits: float = 0.0  # a share of the weights' time that few bits add to that
+    # Time that each further token of a row adds, as shares of the time for K and V, of all else,
+    # and of the weights' time if these have at most 8 bits.
+    share_of_kv: float = 0.0
+    share_of_rest: float = 0.0
+    share_of_few_bits: float = 0.0
     flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
-CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_few_bits=0.4)
+# Fitted to the tables of section "What auto gains" of tools/RESULTS.md.
+CPU = Machine(30e9, 30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
-NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_few_bits=0.3)
-GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
+NARROW_CPU = replace(
+    CPU, share_of_kv=0.16, share_of_rest=0.16, share_of_few_bits=0.3, flops_per_second=150e9
+)
+GPU = Machine(2e12, 2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
 # Nominal machines: of the right order of magnitude, and the same in every run.
 
 
@@ -101,11 +107,12 @@ class PassCost:
     def seconds(self, machine: Machine) -> float:
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         weights = self.weight_bytes / machine.weight_bytes_per_second
-        seconds += weights + self.kv_bytes / machine.kv_bytes_per_second
-        seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        seconds *= 1 + machine.share_per_extra_token * self.num_extra_tokens
-        if self.is_in_few_bits:
-            seconds += machine.share_in_few_bits * self.num_extra_tokens * weights
+        kv = self.kv_bytes / machine.kv_bytes_per_second
+        seconds += weights
+        extra = machine.share_of_kv * kv + machine.share_of_rest * seconds
+        extra += machine.share_of_few_bits * self.is_in_few_bits * weights
+        seconds = max(seconds + kv, self.link_bytes / machine.link_bytes_per_second)
+        seconds += extra * self.num_extra_tokens
         return max(seconds, self.flops / machine.flops_per_second)
 
 

@@ -46,6 +46,9 @@ class Stack:
         use_clock = may_use_clock(models, shape, is_open=is_open)
         predictor = self.predictor_for(shape.prompt_lengths)
         self.tuner = Autotuner(speculation.plans, predictor, use_clock=use_clock)
+        # A short text is held whole; K and V in host memory come to the device in every pass.
+        is_short = max(shape.prompt_lengths) <= max(shape.budgets)
+        self.tuner.wants_retrieval |= is_short or memory.full.is_hosted
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
         self.source: RandomSource = CoupledSource() if speculation.coupled else independent
@@ -214,6 +217,8 @@ class Stack:
     def _commit(self, emitted: dict[int, Emitted]) -> None:
         """Updates the retrieval cache after a pass of the target; writes errors into `emitted`."""
         cache = self.memory.retrieval_cache
+        if cache:
+            cache.is_wanted = self.tuner.wants_retrieval
         for b, new in emitted.items():
             if cache and new.tokens:
                 # Queries of the tokens that the target's pass read and kept: the last of the text

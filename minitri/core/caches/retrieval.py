@@ -74,6 +74,8 @@ class RetrievalCache(Cache):
         # Queries of each row's latest tokens, in pieces (L, T, H, D): the last W tokens count.
         self._queries: list[list[Tensor]] = [[] for _ in budgets]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
+        self.is_wanted = True
+        """Whether rows are built: a run that does not guess with them saves the time."""
 
     def reset(self, b: int, budget: int | None = None) -> None:
         super().reset(b)
@@ -144,7 +146,8 @@ class RetrievalCache(Cache):
         """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        return row.is_used and num_tokens > row.budget and (is_old or is_worn)
+        is_needed = self.is_wanted and row.is_used and num_tokens > row.budget
+        return is_needed and (is_old or is_worn)
 
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from minitri.core.settings import StepPlan, num_nodes
 
 # Measured in section "Ablation of the autotuner" of tools/RESULTS.md.
-FIRST_RATES = {"draft": 0.55, "retrieval": 0.9}  # assumed before a guess was tested
+FIRST_RATES = {"draft": 0.5, "retrieval": 0.95}  # assumed before a guess was tested
 FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
 RARITY = 50  # an unused stage gets no bonus until this many times its catch-up time has passed
-WINDOW = 256  # most tokens that a drafter reads to catch up
-CAUTION = 4  # a drafter catches up if the rest of the text is to win this many times its seconds
+WINDOW = 128  # most tokens that a drafter reads to catch up
+CAUTION = 2  # a drafter catches up if the rest of the text is to win this many times its seconds
+BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
+PATIENCE = 32.0  # steps before a retrieval cache that was never built gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 
 
@@ -43,22 +45,30 @@ class Autotuner:
         self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
+        self.wants_retrieval = all(plan.uses_retrieval for plan in plans)
+        """Whether the retrieval cache is to be built; without, plans that use it cost that, too."""
         # Steps since a stage was used, minus those that must pass before it gets a bonus.
-        self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
+        self._num_unused = {"draft": 0.0, "retrieval": 0.0 if self.wants_retrieval else -PATIENCE}
         self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
         self._num_choices = 0
         self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
-        """Chooses the plan of the next step, by predicted tokens per second of decoding."""
+        """Chooses the plan of the next step, by predicted tokens per second of decoding. In the
+        step before the first one with the retrieval cache, `plans[0]`'s pass selects its chunks."""
         unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
+        build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
+        setup = {"draft": CAUTION * unread_seconds, "retrieval": build_seconds}
         if not self._use_clock or "target" in self._factors:
             if _proposers(self.plan) or self._num_choices % PAUSE == 0:
-                speeds = {plan: self._value(plan, unread_seconds) for plan in self._plans}
+                speeds = {plan: self._value(plan, setup) for plan in self._plans}
                 best = max(speeds, key=speeds.__getitem__)
                 if speeds[best] > HYSTERESIS * speeds[self.plan]:
                     self.plan = best
             self._num_choices += 1
+        if self.plan.uses_retrieval and not self.wants_retrieval:
+            self.wants_retrieval = True
+            return self._plans[0]
         used = _proposers(self.plan)
         if "draft" in used:  # see RARITY
             num_steps = RARITY * unread_seconds / self._cost("target", 0)
@@ -98,12 +108,12 @@ class Autotuner:
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
-    def _value(self, plan: StepPlan, unread_seconds: float) -> float:
-        """Predicted tokens per second, with the bonus of unused stages, less the catch-up time."""
+    def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
+        """Predicted tokens per second, with the bonus of unused stages, less seconds to set up."""
         num_steps = max((0, *(self._num_unused[stage] for stage in _proposers(plan))))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
-        # As if a drafter read its unread tokens CAUTION times during the rest of the text.
-        return speed / (1 + CAUTION * unread_seconds * plan.uses_drafter * speed / self.num_left)
+        seconds = sum(setup[stage] for stage in _proposers(plan))
+        return speed / (1 + seconds * speed / self.num_left)
 
     def _rate(self, proposer: str) -> float:
         tested, accepted = self._guesses[proposer]

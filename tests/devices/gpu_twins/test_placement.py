@@ -137,7 +137,7 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses():
     whole, small = (alone + n * slot / machine.kv_bytes_per_second for n in (10**6, 4096))
     assert work.seconds(machine, "retrieval", 0) == pytest.approx(small)
     assert work.seconds(machine, "target", 0) == pytest.approx(whole)
-    guessing = whole * (1 + 5 * machine.share_per_extra_token)
+    guessing = whole * (1 + 5 * machine.share_of_kv)
     assert work.seconds(machine, "target", 5) == pytest.approx(guessing)
     assert work.seconds(machine, "draft", 0) < 0.1 * alone
     assert replace(work, draft=None).seconds(machine, "draft", 0) == 0
