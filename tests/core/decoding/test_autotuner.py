@@ -47,8 +47,8 @@ def tuner_after(costs, rates, plans=PLANS, *, predicted=COSTS, use_clock=True) -
     ],
 )
 def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_clock):
-    """Costs are measured ones where it may use the clock, else the predicted ones. Before a first step
-    with the retrieval cache the target selects chunks in a step without it."""
+    """Costs are measured ones where it may use the clock, else the predicted ones. Before the first
+    step with the retrieval cache the target selects chunks in a step without it."""
     rates = {"draft": draft_rate, "retrieval": retrieval_rate}
     tuner = tuner_after(costs, rates, predicted=COSTS if use_clock else costs, use_clock=use_clock)
     first, plan = tuner.choose(), tuner.choose()
