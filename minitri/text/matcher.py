@@ -1,7 +1,7 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
 The library sees the exact bytes of our tokens. A process with limits compiles each grammar first
-(`sandbox.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
+(`sandbox.py`). The compiled grammars used last are kept. Every row has its own matcher, which is
 advanced along guesses and rolled back when they are rejected.
 Legend: V vocab.
 """
@@ -18,11 +18,12 @@ from torch import Tensor
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.stats import num_common
-from minitri.text.grammar import Grammar
+from minitri.text.grammar import MAX_CHARACTERS, Grammar
 from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
 SANDBOX = Sandbox("grammar", 1, 1 << 30)  # 1 s and 1 GiB
+SHORT = MAX_CHARACTERS // 8  # characters of a grammar; compiled, one takes up to 500 bytes
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 
 
@@ -84,7 +85,8 @@ class GrammarMatcher:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
-    start = grammar.start or compile_grammar(grammar, lexicon_of(tokenizer, config))
+    compile_kept = compile_short if len(grammar.text) < SHORT else compile_long
+    start = grammar.start or compile_kept(grammar, lexicon_of(tokenizer, config))
     return start.deep_copy()
 
 
@@ -123,7 +125,6 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 """An option of llguidance, without which masks allow only one tokenization of forced text."""
 
 
-@functools.lru_cache(maxsize=4)  # compiled, a character takes up to 500 bytes
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
@@ -149,6 +150,11 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
                 problem = re.sub(r"^line \d+, column \d+: ", "", problem)
             raise ValueError(problem)
     return matcher
+
+
+# 32 short grammars take as much memory as 4 long ones, which do not push them out.
+compile_short = functools.lru_cache(maxsize=32)(compile_grammar)
+compile_long = functools.lru_cache(maxsize=4)(compile_grammar)
 
 
 @functools.lru_cache(maxsize=32)

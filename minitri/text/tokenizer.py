@@ -125,8 +125,6 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:
-            got = (
-                f"the drafter {draft_name} has another vocabulary: its token {token} is {theirs!r}"
-            )
+            got = f"the drafter {draft_name} has another vocabulary: token {token} is {theirs!r}"
             advice = "use a drafter of the target's family, or draft=suffix"
             raise InputError(f"{got}, the target's is {ours!r}; {advice}")

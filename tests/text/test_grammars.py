@@ -2,12 +2,14 @@
 
 import json
 import random
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
 
 from minitri import Grammar, Request, SamplingParams
 from minitri.core.decoding.verification import verify, verify_block
+from minitri.text import matcher
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, ends_of, refused
@@ -60,6 +62,16 @@ def test_forced_text_that_is_longer_than_a_round_ends_where_the_output_does(engi
     grammar = Grammar("choice", json.dumps(["She had been forced into prudence " * 9]))
     how = {"method": "naive", "gamma1": 2, "max_new_tokens": 3, "grammar": grammar}
     assert len(engine.complete("a", **how).token_ids) == 3
+
+
+def test_ten_short_grammars_and_four_long_ones_are_compiled_once(engine, monkeypatch):
+    compile_once = Mock(return_value="")
+    monkeypatch.setattr(matcher, "probe", compile_once)
+    lengths = [1] * 10 + [1 << 14] * 4
+    texts = [json.dumps([f"{n:0{length}}"]) for n, length in enumerate(lengths)]
+    for text in [*texts, *texts]:
+        compiled(Grammar("choice", text), engine.tokenizer, engine.config)
+    assert compile_once.call_count == 14
 
 
 def test_a_model_without_an_end_token_has_no_grammars():

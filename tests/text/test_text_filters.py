@@ -16,7 +16,7 @@ from minitri.core.decoding.verification import Proposal, verify_block
 from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import SamplingParams
 from minitri.text.grammar import Grammar
-from minitri.text.matcher import GrammarMatcher, compile_grammar, compiled
+from minitri.text.matcher import GrammarMatcher, compile_short, compiled
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import tiny_model
 from tests.core import exactness
@@ -120,7 +120,7 @@ def error(
     largest_error=exactness.largest_error,
     **settings,
 ) -> float:
-    compile_grammar.cache_clear()  # by code that a mutant may have changed
+    compile_short.cache_clear()  # by code that a mutant may have changed
 
     def make_filters():
         options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
