@@ -84,13 +84,8 @@ class ResponseWriter(answers.Writer):
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Makes an event of the stream about the latest item."""
-        return self._event(
-            kind,
-            item_id=self._items[-1]["id"],
-            output_index=len(self._items) - 1,
-            content_index=0,
-            **fields,
-        )
+        place = {"item_id": self._items[-1]["id"], "content_index": 0}
+        return self._event(kind, **place, output_index=len(self._items) - 1, **fields)
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Makes the events of the stream about parsed pieces of the answer."""

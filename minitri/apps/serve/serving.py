@@ -6,7 +6,7 @@ Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; an
 import contextlib
 import socket
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import minitri
@@ -16,10 +16,12 @@ from minitri.apps.serve.access import Access
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import between
 from minitri.core.log import LossyHandler, log
+from minitri.core.offload.placement import GIB
 from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
 
 DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most models
+SHARE = 0.6  # of the memory that is free before weights are read, by default
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def run_command(args: Namespace) -> None:
     """Starts the server that the flags describe; it answers requests until Ctrl-C."""
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
-    is_open = not (access.digests or access.is_for_one)
+    if not (access.digests or access.is_for_one):
+        log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     exits.import_pytorch(huge_pages=False)  # after all flags are checked
     from minitri.apps.serve.app import Server, Service  # an extra, which --help does without
     from minitri.apps.serve.protocol import Protocol
@@ -74,8 +77,6 @@ def run_command(args: Namespace) -> None:
         listener = socket.create_server((args.host, args.port))
         # Else each answer on a kept connection waits 40 ms for the client's acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if is_open:
-        log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     log.handlers = [LossyHandler()]
     with listener:  # clients may connect while the model is loaded
         engine, _ = boot.load_engine(args)
@@ -100,7 +101,6 @@ def open_worker(
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
     """Starts a worker with a warmed-up run; returns it, its rows, their tokens, and GiB."""
-    from minitri.apps.serve.room import choose_rows
     from minitri.worker import Worker
 
     most = engine.config.context_length
@@ -112,14 +112,11 @@ def open_worker(
     generation = arguments.taken(GenerationConfig, args, reserve=context)
     rows = (1,) * (args.batch_size or MAX_ROWS)
     shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
-    num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=args.batch_size or 1)
+    num_rows, gib = choose_rows(engine, shape, args.memory, fewest=args.batch_size or 1)
 
     def open_run(_: object = None) -> minitri.Generation:
         return engine.open(
-            batch_size=num_rows,
-            sampling=sampling,
-            generation=generation,
-            speculation=speculation,
+            batch_size=num_rows, sampling=sampling, generation=generation, speculation=speculation
         )
 
     run = open_run()
@@ -128,6 +125,34 @@ def open_worker(
     while not isinstance(next(run), End):
         pass  # so that the first request does not wait for one-time work
     return Worker(open_run, run), num_rows, context, gib
+
+
+def choose_rows(
+    engine: "minitri.Engine", shape: MemoryShape, gib: float | None, *, fewest: int
+) -> tuple[int, float]:
+    """A shape's number of rows, or fewer, that fit into `gib` of memory, with the weights.
+    `gib` None: `SHARE` of what is free. Also the GiB taken. Raises `InputError` below `fewest`."""
+    from minitri.core.memory import demand_of  # with PyTorch
+    from minitri.core.offload.allocation import room_for
+
+    models = engine.models
+    needs = demand_of(models, shape)
+    on_device, on_host = room_for(models.target, needs)
+    loaded = {models.target, models.retrieval, models.draft}
+    # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
+    uncounted = sum(model.num_bytes for model in loaded if model) - needs.num_weight_bytes
+    free = on_device + uncounted
+    most = SHARE * free if gib is None else min(gib * GIB, free)
+    on_chip = shape.generation.on_chip
+    num_layers = needs.config.num_layers if on_chip is None else on_chip
+    for num_rows in range(shape.num_rows, fewest - 1, -1):
+        sized = replace(needs, shape=replace(shape, prompt_lengths=(1,) * num_rows))
+        taken = (sized.on_device(num_layers) + uncounted) / GIB
+        if sized.has_room(most - uncounted, on_host):
+            return num_rows, taken
+    got = f"{fewest} x {shape.generation.reserve} tokens of {needs.config.name} and the weights"
+    got += f" take {taken:.3f} GiB, and there are {most / GIB:.3f} to take"
+    raise InputError(got, "lower batch_size=", "lower context=", "give more memory=")
 
 
 main = exits.program(build_parser, run_command, ServeFlags, Access)

@@ -20,8 +20,7 @@ import pytest
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.serve import app
-from minitri.apps.serve.room import SHARE, choose_rows
-from minitri.apps.serve.serving import build_parser, main, open_worker
+from minitri.apps.serve.serving import SHARE, build_parser, choose_rows, main, open_worker
 from minitri.core.log import LossyHandler, log
 from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB
@@ -72,7 +71,7 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     generation = GenerationConfig(reserve=512).for_run(512)
     shape = MemoryShape((1,) * 8, SamplingParams(), generation, SpeculationConfig())
 
-    choose = functools.partial(choose_rows, engine.models, shape)
+    choose = functools.partial(choose_rows, engine, shape)
     sizes = [(8, 9.0)]
     for num_rows in range(8, 0, -1):
         limit = sizes[-1][1] - KIB
