@@ -4,7 +4,11 @@ import re
 
 import pytest
 
+from minitri.apps.serve.bodies.chat_body import checked
+from minitri.apps.serve.bodies.completion import ChatBody
+from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from tests.apps.serve.templates import FAMILIES, QWEN
+from tests.conftest import refused
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -113,3 +117,15 @@ def test_schemas_are_held_where_they_can_be(grammar_of):
     assert allowed(grammar, TOOL.replace('"f"', '"a.b-c_D9"')) == (True, True)
     wide = TOOL.replace('{"city"', "{" + " " * 400 + '"city"')
     assert allowed(grammar, wide)[0] is False
+
+
+def test_of_tools_that_are_too_large_together_the_largest_is_named(roomy, use_template):
+    use_template(QWEN)
+    sizes = {"f": 1000, "g": 1300, "h": 1001}
+    tools = [
+        {"type": "function", "name": name, "parameters": {"properties": dict.fromkeys(keys, True)}}
+        for name, keys in ((name, map(str, range(size))) for name, size in sizes.items())
+    ]
+    asked = checked(ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": tools})
+    with refused("tools are too much, above all g", "at most"):
+        ChatPrompt(asked, roomy).grammar(None)

@@ -19,7 +19,7 @@ from minitri.files.hf_config import without_null
 
 Texts = str | Many[str]
 LENGTHS = AliasChoices("max_tokens", "max_completion_tokens", "max_output_tokens")
-GRAMMARS = {"json": "json_schema", "regex": "regex", "grammar": "lark"}  # by vLLM's names
+GRAMMARS = {"json": "json_schema", "grammar": "lark"}  # by vLLM's names, where they differ
 NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
 FORMS = AliasChoices("response_format", "structured_outputs", "text")
 
@@ -47,13 +47,11 @@ def read_form(form: Json | None) -> Grammar | None:
         case ["json_object"]:
             return Grammar("json_object")
         case ["json_object", ("schema", dict(schema))]:
-            return Grammar("json_schema", json.dumps({"type": "object", **schema}))
-        case ["json_schema", ("schema", schema)] | [None, ("json", dict(schema))]:
+            return Grammar("json_schema", {"type": "object", **schema})
+        case ["json_schema", ("schema", schema)]:
             return Grammar("json_schema", json.dumps(schema))
-        case [None, ("choice", texts)]:
-            return Grammar("choice", json.dumps(texts))
-        case [None, (("json" | "regex" | "grammar") as name, str(text))]:
-            return Grammar(GRAMMARS[name], text)
+        case [None, (("json" | "regex" | "choice" | "grammar") as name, text)]:
+            return Grammar(GRAMMARS.get(name, name), text)
     raise InputError(f"the form is {shorten(repr(form), 60)}; see response_format at /docs")
 
 

@@ -68,15 +68,20 @@ class ChatPrompt:
         asked = self._asked
         with explain("response_format cannot be held", "simplify it"):
             reply = form and schema_text(form.text or '{"type": "object"}')
+        schemas = schemas_of(self.functions)
         text = TEMPLATES.get_template(f"{self._form.name}.lark").render(
             form=self._form,
-            functions=schemas_of(self.functions),
+            functions=schemas,
             reply=reply,
             is_auto=asked.tool_choice == "auto",
             is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.functions,
             **self._tags,
         )
-        return Grammar("lark", text)
+        try:
+            return Grammar("lark", text)
+        except InputError as error:
+            largest = max(schemas, key=lambda name: len(schemas[name]))
+            raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
         """Makes a parser of the answer, which has read the words that the prompt ends with."""
@@ -121,17 +126,14 @@ def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
     from llguidance import LLMatcher
 
     schemas: dict[str, str] = {}
-    problems: dict[str, str] = {}
     for name, function in functions.items():
         schema = json.dumps(function.parameters | {"type": "object"})
         try:
             schemas[name] = schema_text(schema, lenient=not function.strict)
+            problem = probe(LLMatcher.grammar_from_json_schema(schemas[name]))
         except (TypeError, ValueError) as error:
-            problems[name] = str(error)
-    sources = map(LLMatcher.grammar_from_json_schema, schemas.values())
-    problems |= zip(schemas, map(probe, sources), strict=True)
-    for name, problem in problems.items():
-        if problem and functions[name].strict:
+            problem = str(error)
+        if problem and function.strict:
             got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"
             raise InputError(f"{got}; simplify them, or leave strict out")
         if problem:
