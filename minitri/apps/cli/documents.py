@@ -1,31 +1,46 @@
 """Reads the files that flags name as plain text: in any encoding, or PDF and HTML (an extra)."""
 
-import functools
 import io
 import logging
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.devices.parallel.ranks import join
 
-Text = TypeVar("Text")
 MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
+WANTED = "text, or PDF or HTML with: pip install 'minitri[documents]'"
 
 
 def read_document(file: str, flag: str) -> str:
     """The text of the file that a flag names, or of standard input (`-`). Raises `InputError`."""
-    wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
-    text, encoding = read_file(file, flag, wanted, _text_of)
+    text, encoding = read_file(file, flag, WANTED, _text_of)
     if encoding:
         log.info("%s: read as %s", shorten(file), encoding)
     return text
+
+
+def read_apart(content: bytes) -> tuple[str, str]:
+    """Text and format of a stranger's file, read in a process with limits. Raises `InputError`."""
+    with explain("the file cannot be read", f"give {WANTED}"):
+        with ProcessPoolExecutor(1, get_context("spawn"), set_limits) as process:
+            return process.submit(_text_of, content).result()
+
+
+def set_limits() -> None:
+    """Lets this process take 30 s and 1 GiB; beyond, it ends."""
+    import resource  # not everywhere
+
+    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
@@ -63,11 +78,11 @@ def _text_of(content: bytes) -> tuple[str, str]:
 
 def read_text(file: str, flag: str) -> str:
     """Text of a UTF-8 file that a flag names, or of standard input (`-`). Raises `InputError`."""
-    decode = functools.partial(str, encoding="utf-8-sig")
-    return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
+    wanted = "a file of UTF-8 text"
+    return join().ask_first(lambda: read_file(file, flag, wanted, lambda b: b.decode("utf-8-sig")))
 
 
-def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Text]) -> Text:
+def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Any]) -> Any:
     """Decodes the file that a flag names. Raises `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):

@@ -6,6 +6,7 @@ leaves frees its row.
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import resource
@@ -29,10 +30,12 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
+from minitri.apps.cli.documents import MAX_BYTES
 from minitri.apps.serve import page, responses
-from minitri.apps.serve.access import Access, digest_of
+from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
+from minitri.apps.serve.bodies.chat_body import FIELDS
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.core.errors import shorten
@@ -42,8 +45,8 @@ from minitri.worker import NUM_TICKS, Job, Worker
 SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
-SPARE_FILES = 128  # open files that are not connections
-MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
+READERS = ThreadPoolExecutor(2)  # of documents
+MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # spare files
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
@@ -75,6 +78,24 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(refused.content, refused.status, getattr(error, "headers", None))
 
 
+async def read_body(request: Request, media_type: str, limit: int) -> bytes:
+    """A request's body. Raises `ApiError` for one of another type, or too long, or late.
+    Of these types pages of other sites can send none unasked."""
+    if not request.headers.get("content-type", "").lower().startswith(media_type):
+        raise ApiError(415, "unsupported_media_type", f"send the body as {media_type}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    got = f"the body has more than {limit} bytes; shorten the text"
+                    raise ApiError(413, "request_too_large", got)
+    except TimeoutError:
+        raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
+    return bytes(body)
+
+
 @dataclass
 class Service:
     """HTTP endpoints of one model, with the clients that use them."""
@@ -94,10 +115,11 @@ class Service:
         schemas = {path: kind.model_json_schema() for path, (kind, _) in ENDPOINTS.items()}
         routes = [
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
+            Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
-            Route("/docs", JSONResponse(schemas), methods=["GET"]),
+            Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
         ]
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
@@ -112,12 +134,11 @@ class Service:
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
         names = ("localhost", access.host, *access.allowed_host)
         if not (is_address or host.partition(":")[0].lower() in names):
-            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
-            raise ApiError(403, "forbidden", got)
+            raise ApiError(403, "forbidden", f"it is for {shorten(host, 60)}; see --allowed-host")
         if not access.digests:
             return request.client.host if request.client else ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = digest_of(key.encode("latin-1"))
+        digest = hashlib.sha256(key.encode("latin-1")).hexdigest()
         if scheme.lower() != "bearer" or digest not in access.digests:
             raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
         return f"key {digest}"
@@ -125,20 +146,8 @@ class Service:
     async def complete(self, request: Request) -> Response:
         """Answers a request's body. Its texts count from before their prompt is tokenized."""
         client = self._admit(request)
-        media_type = request.headers.get("content-type", "")
-        if not media_type.lower().startswith("application/json"):  # no page sends that unasked
-            raise ApiError(415, "unsupported_media_type", "send the body as application/json")
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
-        body = bytearray()
-        try:
-            async with asyncio.timeout(SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        got = f"the body has more than {limit} bytes; shorten the prompt"
-                        raise ApiError(413, "request_too_large", got)
-        except TimeoutError:
-            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
+        body = await read_body(request, "application/json", limit)
         salt = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
@@ -155,11 +164,10 @@ class Service:
         outcome = "left"
         with self._counted(client, len(call.requests)):
             job = Job(call.requests)
-            loop = asyncio.get_running_loop()
             try:
                 if call.requests[0].sampling.grammar or (call.chat and call.chat.functions):
-                    compiled = loop.run_in_executor(COMPILERS, self.protocol.compiled, call)
-                    job.requests = await compiled  # begins only while the client is there
+                    compiling = COMPILERS.submit(self.protocol.compiled, call)
+                    job.requests = [*await asyncio.wrap_future(compiling)]  # if a client waits
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
@@ -199,6 +207,13 @@ class Service:
         finally:
             self.clients -= Counter({client: num})
 
+    async def documents(self, request: Request) -> Response:
+        """Reads a file, of any type that the chat reads, as text, and counts its tokens."""
+        with self._counted(self._admit(request), 1):
+            body = await read_body(request, "application/octet-stream", MAX_BYTES)
+            read = await asyncio.wrap_future(READERS.submit(self.protocol.document, body))
+        return Response(read, media_type="application/json")
+
     async def models(self, request: Request) -> Response:
         """Lists all names of the model, an endpoint of OpenAI's API."""
         self._admit(request)
@@ -208,9 +223,8 @@ class Service:
         return JSONResponse({"object": "list", "data": models})
 
     async def health(self, _: Request) -> Response:
-        problem = self.worker.problem
-        content = {"status": problem or "ok", "requests": self.num_open}
-        return JSONResponse(content, 503 if problem else 200)
+        why = self.worker.problem
+        return JSONResponse({"status": why or "ok", "requests": self.num_open}, 503 if why else 200)
 
 
 class Connection(H11Protocol):

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams
+from minitri.apps.cli.documents import read_apart
+from minitri.apps.cli.report import json_line
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.chat_body import checked
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody, read_form
@@ -35,7 +37,13 @@ class Protocol(NamedTuple):
     context: int  # tokens of a prompt and its answer, at most
     lenient: bool  # whether unknown fields are ignored
 
-    def read(self, body: bytearray, kind: type[Asked], client: str, salt: str) -> Call:
+    def document(self, content: bytes) -> str:
+        """JSON with a file's text, format and tokens, in 32 characters per token of the context."""
+        text, encoding = read_apart(content)
+        num_tokens = len(self.engine.tokenizer.encode_marked(text[: 32 * self.context]))
+        return json_line({"text": text, "format": encoding, "num_tokens": num_tokens})
+
+    def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:
         """Makes a `Call` of a body. Raises `InputError`, or `ApiError` if OpenAI has a code for it.
         Prompts share the cache only with those of the same salt."""
         with explain("the body is no object of JSON", "send an object"):
@@ -48,14 +56,14 @@ class Protocol(NamedTuple):
         owner = salt and f"{salt}/{user!a}"
         if isinstance(asked, TextBody):
             chat = None
-            given = prompt_ids.split_prompts(asked.prompt)
-            prompts = [prompt_ids.encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
+            texts = prompt_ids.split_prompts(asked.prompt)
+            prompts = [prompt_ids.encode_prompt(text, self.engine.tokenizer) for text in texts]
         else:
             chat = ChatPrompt(asked, self.engine)
             prompts = [chat.token_ids]
-        sampling = self.sampling_of(asked)
+        given = without_null(vars(asked)) | {"grammar": read_form(asked.response_format)}
+        sampling = changed(self.sampling, given)
         seed = prompt_ids.draw_seed() if asked.seed is None else asked.seed % (1 << 64)
-        texts = [ids for ids in prompts for _ in range(asked.n)]
         requests = [
             Request(
                 ids,
@@ -67,14 +75,9 @@ class Protocol(NamedTuple):
                 client=client,
                 shown=chat.shown if chat is not None else (),
             )
-            for number, ids in enumerate(texts)
+            for number, ids in enumerate(ids for ids in prompts for _ in range(asked.n))
         ]
         return Call(requests, asked, chat)
-
-    def sampling_of(self, asked: Asked) -> SamplingParams:
-        """Sampling settings by a body, with a grammar of the answer's form. Raises `InputError`."""
-        given = without_null(vars(asked)) | {"grammar": read_form(asked.response_format)}
-        return changed(self.sampling, given)
 
     def compiled(self, call: Call) -> list[Request]:
         """Requests of a call, with their grammar compiled. Raises `InputError`.

@@ -212,9 +212,13 @@ def test_an_event_is_one_line_for_all_clients():
     assert "日" in line
 
 
-def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
-    schemas = server.http.get("/docs").json()
-    assert {*schemas} == {TEXT, CHAT, RESPONSE}
+def test_the_endpoints_are_listed_with_examples_and_the_schemas_of_their_bodies(scripted, run):
+    schemas = scripted.http.get("/docs").json()
+    assert "octet-stream" in schemas.pop("/v1/documents")["description"]
+    examples = schemas.pop("examples")
+    assert {*schemas} == {*examples} == {TEXT, CHAT, RESPONSE}
+    for path, body in [(key, body) for key in examples for body in examples[key]]:
+        assert scripted.post(path, **body).status_code == 200
     for (path, body), _ in ANSWERED:
         assert {*body} <= {*schemas[path]["properties"], *NOTHING, "structured_outputs"}
     for schema in schemas.values():

@@ -8,8 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from minitri.apps.cli.documents import MAX_BYTES
 from minitri.apps.serve import app
 from minitri.text import matcher
+from tests.apps.chat.test_documents import RUSSIAN, pdf
 from tests.apps.serve.conftest import ENDLESS, Gate, complete, own_text, post_of, serving
 
 HEAD = post_of(b"").partition(b"Content-Length")[0]
@@ -181,6 +183,32 @@ def test_grammars_of_clients_that_leave_keep_nobody_waiting(server, monkeypatch)
         assert "exceed" in server.post(prompt="She " * 5000, **forms[0]).text
     assert server.post(prompt="a", **forms[4]).json()["choices"][0]["text"] == "aaaaa"
     assert probe.call_count <= 3
+
+
+def post_file(server, content: bytes, kind="application/octet-stream"):
+    return server.http.post("/v1/documents", content=content, headers={"content-type": kind})
+
+
+def test_files_are_read_as_the_chat_reads_them(server, engine):
+    texts = {"PDF": ("It was dark.", pdf("It was dark.")), "": (RUSSIAN, RUSSIAN.encode())}
+    texts |= {"koi8_r": (RUSSIAN, RUSSIAN.encode("koi8-r"))}
+    for encoding, (text, content) in texts.items():
+        num_tokens = len(engine.tokenizer.encode_marked(text))
+        answer = {"text": text, "format": encoding, "num_tokens": num_tokens}
+        assert post_file(server, content).json() == answer
+    refused = [post_file(server, b"a\0b"), post_file(server, b"a", "text/plain")]
+    refused.append(post_file(server, b" " * (MAX_BYTES + 1)))
+    with server.limited(**API_KEYS):
+        refused.append(post_file(server, b"a"))
+    assert [answer.status_code for answer in refused] == [400, 415, 413, 401]
+    assert "cannot be read" in refused[0].json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_file_that_takes_too_much_memory_ends_no_server(server):
+    """HTML whose elements take gigabytes."""
+    assert post_file(server, b"<html>" + b"<p>" * 5_000_000).status_code == 400
+    assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
 API_KEYS = {"api_key": "clé alice bob"}

@@ -15,13 +15,9 @@ from minitri.core.errors import InputError, shorten
 from minitri.files.hf_config import without_null
 
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
-ADVICE: Json = FIELDS["advice"]
-"""Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
-NEUTRAL: Json = FIELDS["neutral"]
-"""Values of unknown fields that ask for nothing, as null does in all fields. In others false, 0 and
-what is empty may ask for something."""
-IGNORED: list[str] = FIELDS["ignored"]
-"""Unknown fields that change no answer."""
+"""`advice` by the type of pydantic's error, where pydantic's words are meant for Python; `ignored`
+unknown fields, which change no answer; and `neutral` values of unknown fields, which ask for
+nothing, as null does in all. In others false, 0 and what is empty may ask for something."""
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
@@ -31,11 +27,7 @@ class Body(pydantic.BaseModel):
     """Base class of JSON objects without conversions: true is no number, and "3" is none."""
 
     model_config = pydantic.ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @model_validator(mode="before")
@@ -47,7 +39,7 @@ class Body(pydantic.BaseModel):
         return {
             name: value
             for name, value in without_null(given).items()
-            if name not in IGNORED and value not in NEUTRAL.get(name, ())
+            if name not in FIELDS["ignored"] and value not in FIELDS["neutral"].get(name, ())
         }
 
 
@@ -65,7 +57,8 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
         step for step in map(str, problem["loc"]) if step != "str" and not step.startswith("tuple[")
     )
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
-    advice = ADVICE.get(problem["type"], "{msg}").format(**{**problem, **problem.get("ctx", {})})
+    advice = FIELDS["advice"].get(problem["type"], "{msg}")
+    advice = advice.format(**{**problem, **problem.get("ctx", {})})
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
 
