@@ -26,14 +26,12 @@ if __name__ == "__main__":
         (accepted if len(tokens) == 2 else recovered)[tokens[0]] += 1
     print("token     p     q  accepted  recovered  emitted  recovered from p")
     distance, total = 0.0, 10 * 12 * 12
+    share = accepted.total() / total
     for token, p in enumerate(P):
         kept, new = accepted[token] / total, recovered[token] / total
-        wrong = kept + recovered.total() / total * p
+        wrong = kept + (1 - share) * p
         distance += abs(wrong - p) / 2
-        columns = (
-            f"{p:5.2f} {Q[token]:5.2f} {kept:9.2f} {new:10.2f} {kept + new:8.2f} {wrong:17.2f}"
-        )
-        print(f"{token:5} {columns}")
-    overlap = sum(map(min, P, Q))
-    print(f"accepted guesses: {accepted.total() / total:.2f}; 1 - TV(p, q): {overlap:.2f}")
+        numbers = f"{kept:9.2f} {new:10.2f} {kept + new:8.2f} {wrong:17.2f}"
+        print(f"{token:5} {p:5.2f} {Q[token]:5.2f} {numbers}")
+    print(f"accepted guesses: {share:.2f}; 1 - TV(p, q): {sum(map(min, P, Q)):.2f}")
     print(f"recovered from p, the first token is off by a total variation of {distance:.2f}")
