@@ -53,8 +53,6 @@ MEANINGS = {"draft": "drafter", "retrieval": "retrieval cache"}
 MEANINGS |= {"bonus": "target", "recovered": "correction"}
 KEPT = (("retrieval", "retrieved", "#56B4E9"), ("streaming", "first and latest", "#D55E00"))
 """Policies, each with its name and color in the picture."""
-LABELS = {"retrieval": "drafter > retrieval", "target": "block > target"}
-"""Of a pass: who guessed, and who verified."""
 GRAY = "#bbbbbb"
 
 
@@ -196,20 +194,23 @@ def draw_step(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
     print("".join(map(colored, end.tokens)))
     print(LEGEND)
     step = max(steps, key=lambda passes: len({one.level for one in passes if one.rejected}))
-    rows = [[(LABELS[one.level], "#555555")] for one in step]
-    for row, one in zip(rows, step, strict=True):
+    rows = []
+    for one in step:
+        row = [(f"{one.level:10}", "#555555")]
         rejected = [(token, "rejected") for token, _ in one.rejected]
         for token, origin in (*one.accepted, *rejected, one.own):
             row.append((repr(engine.tokenizer.decode([token]))[1:-1], COLORS.get(origin, GRAY)))
-    rows += [[], [("", GRAY), *((MEANINGS[origin], COLORS[origin]) for origin in MEANINGS)]]
+        rows.append(row)
+    legend = [(f"{meaning} ", COLORS[origin]) for origin, meaning in MEANINGS.items()]
+    rows += [[], [*legend, ("rejected", GRAY)]]
     for y, row in enumerate(rows):
         x = 0
         for word, color in row:
             axes.text(x, y, word, color=color, fontsize=8, family="monospace")
-            x = max(20, x + len(word) + 1)
-    axes.set(xlim=(0, 78), ylim=(len(rows), -1))
+            x += len(word) + 1
+    axes.set(xlim=(0, 66), ylim=(len(rows), -1))
     axes.axis("off")
-    axes.set_title("3  one step: guesses, those rejected in gray, and the level's own", loc="left")
+    axes.set_title("3  one step: what each level verifies and adds", loc="left")
     num_guessed = sum(token.origin not in ("recovered", "bonus") for token in end.tokens)
     target = end.stats.stages[-1]
     return (
