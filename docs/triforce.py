@@ -72,8 +72,8 @@ def guess_block(text: list[int], draft: Any, retrieval: Any, gamma1: int, gamma2
 
 
 def verify(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor, accept: Any) -> list[int]:
-    """VERIFY and CORRECT (§2.1): n accepted guesses and one token more, from what scale * p has
-    above q after a rejection (*recovered*), else from p (*bonus*), by the last number of u."""
+    """VERIFY and CORRECT (§2.1): the accepted guesses and one token more, by the last number of u:
+    after a rejection a sample of max(scale * p - q, 0), *recovered*; else of p, a *bonus*."""
     n, scale = accept(tokens, q_NV, p_NV, u_N)
     rest_V = scale * p_NV[n]
     if n < len(tokens) and (rest_V > q_NV[n]).any():
@@ -92,14 +92,14 @@ def accept_by_token(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) 
 
 
 def accept_by_block(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
-    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2; newer than the paper): accepts
-    more. x_1 .. x_i stay with probability `keep` in all; `passes` is for no longer prefix."""
+    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2): each prefix x_1 .. x_i has a
+    test, the longest that passes is accepted. With probability `keep` the prefix stays in all."""
     num_accepted, kept, keep = 0, 1.0, 1.0
     for i, x in enumerate(tokens):
         keep = passes = min(1.0, keep * float(p_NV[i, x]) / float(q_NV[i, x]))
         if keep < 1 and i + 1 < len(tokens):
             left = float((keep * p_NV[i + 1] - q_NV[i + 1]).clamp_min(0).sum())
-            passes = left / (left + 1 - keep)
+            passes = left / (left + 1 - keep)  # if no longer prefix passes
         if u_N[i] < passes:
             num_accepted, kept = i + 1, keep
     return num_accepted, kept
@@ -138,8 +138,8 @@ class Stage:
         self.kv_LSPKD = self.allocate((model.L, num_slots + room, 2, model.K, model.D))
         self.query_LHD = model.embedding.new_zeros(model.L, model.H, model.D)
         self.length = 0  # valid slots
-        self.offset = 0  # of positions, by which queries and keys are rotated, from slots
-        self.num_read = 0  # tokens of the text that are in slots, or left out
+        self.offset = 0  # a token's position, by which its key is rotated, is its slot + offset
+        self.num_read = 0  # tokens of the text that were read; not all of them need have a slot
         self.forward = capture(model, self) if self.kv_LSPKD.is_cuda else model.forward
 
     def propose(self, text: list[int], count: int) -> tuple[list[int], Tensor]:
@@ -204,11 +204,11 @@ class RetrievalStage(Stage):
     """The target with `budget` tokens of the full cache: the chunks that matter now (§4.1), the
     least important first, for each layer and KV head; after them come the guesses."""
 
-    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; their end; last build
+    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; slot after them
 
     def follow(self, target: Stage, num_tokens: int) -> None:
-        """Line 30: forgets the block, and takes the target's K and V of new tokens: to free slots,
-        then over the least important (§4.3). At a stride, first chooses chunks anew (§3.2)."""
+        """Line 30: forgets the block, and copies the target's K and V of new tokens: to free slots,
+        then from slot 0 on, over the least important (§4.3). At a stride first rebuilds (§3.2)."""
         if num_tokens - self.built_at >= self.how.budget // 2:
             self.build(target, num_tokens)
         end = self.next_slot + num_tokens - self.num_exact
@@ -445,7 +445,7 @@ def make_stages(model: Llama, how: Any, num_tokens: int) -> tuple[Any, Retrieval
     draft = load(how.draft, model.device, {"model.embed_tokens.weight": model.embedding})
     if len(draft.embedding) != len(model.embedding):
         raise ValueError(f"{how.draft} has another vocabulary than the model")
-    # Of an accepted block, the drafter has not read the last guess and two bonus tokens.
+    # If all is accepted, it has yet to read its last guess and a bonus token of either verifier.
     return DraftStage(draft, how, NUM_SINKS + 2 * NUM_RECENT, room=3), retrieval, target
 
 

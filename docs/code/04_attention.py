@@ -23,8 +23,7 @@ def masked(q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, sees_TS: Tens
     return (probs_BHTS @ values).transpose(1, 2)
 
 
-def main() -> None:
-    """Computes one block in several ways and compares."""
+if __name__ == "__main__":
     S = PREFIX + T
     q, keys, values = random(1, T, H, D), random(1, K, S + 10, D), random(1, K, S + 10, D)
     sees_TS = torch.ones(T, S, dtype=torch.bool).tril(PREFIX)
@@ -43,7 +42,3 @@ def main() -> None:
     path = [*range(PREFIX), PREFIX, PREFIX + 2, PREFIX + 3]
     chain = attend_math(q[:, [0, 2, 3]], keys[:, :, path], values[:, :, path], [PREFIX])
     print("a path of a tree equals a chain:", torch.allclose(tree[:, [0, 2, 3]], chain))
-
-
-if __name__ == "__main__":
-    main()

@@ -42,19 +42,16 @@ def step(plan: StepPlan, draft_rate: float, retrieval_rate: float) -> tuple[int,
     return verify("retrieval", retrieval_rate, block), taken + seconds("target", block)
 
 
-def report(text: str, num_steps: int) -> None:
-    """Prints which plan most steps took, and how fast all of them went."""
-    steps = list[tuple[str, int, float]]()
-    for _ in range(num_steps):
-        plan = TUNER.choose()
-        steps.append((str(plan), *step(plan, *TEXTS[text])))
-    plans, num_tokens, taken = zip(*steps, strict=True)
-    [(plan_name, count)] = Counter(plans).most_common(1)
-    speedup = sum(num_tokens) / sum(taken) * seconds("target", 0)
-    print(f"{text:8} {num_steps:5} {count:5}  {plan_name:26} {speedup:7.2f}")
-
-
 if __name__ == "__main__":
     print("text     steps with  plan                       speedup")
-    for name, count in product(TEXTS, (30, 270)):
-        report(name, count)
+    for text, num_steps in product(TEXTS, (30, 270)):
+        plans, num_tokens, taken = Counter[str](), 0, 0.0
+        for _ in range(num_steps):
+            plan = TUNER.choose()
+            new, lasted = step(plan, *TEXTS[text])
+            plans[str(plan)] += 1
+            num_tokens += new
+            taken += lasted
+        [(most, count)] = plans.most_common(1)
+        speedup = num_tokens / taken * seconds("target", 0)
+        print(f"{text:8} {num_steps:5} {count:5}  {most:26} {speedup:7.2f}")

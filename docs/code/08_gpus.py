@@ -1,5 +1,6 @@
 """Chapter 8: offload, tried without a GPU; and what bytes say about a large model."""
 
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,20 +28,9 @@ class Watched(OffloadedFullCache):
         return super().fetch(layer, ends)
 
     def update(self, layer: int, block: Any) -> Any:
-        found = super().update(layer, block)
+        cached = super().update(layer, block)
         LOG.append(f"compute {layer}")
-        return found
-
-
-def expect(share: float) -> None:
-    """Prints the fastest plan for Llama-2 7B after 122,880 tokens on an A100, by bytes alone."""
-    target, draft = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
-    work = Workload(target, draft, num_tokens=122_880, num_retrieved=4096, hosted_share=share)
-    plans = SpeculationConfig("auto").plans
-    tuner = Autotuner(plans, lambda *it: work.seconds(CARDS[80], *it), use_clock=False)
-    best = max(plans, key=tuner.tokens_per_second)
-    alone, ms = (1000 / tuner.tokens_per_second(plan) for plan in (plans[0], best))
-    print(f"{share:.0%} in host memory: {alone:.0f} ms/token, {ms:.0f} by {best}")
+        return cached
 
 
 if __name__ == "__main__":
@@ -51,5 +41,11 @@ if __name__ == "__main__":
         read_block(model, [tokens], cache)
         cache.advance([len(tokens)])
     print(", ".join(LOG[-9:]))
-    for hosted_share in (0, 0.5, 1):
-        expect(hosted_share)
+    target, draft = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
+    plans = SpeculationConfig("auto").plans
+    for share in (0, 0.5, 1):  # the fastest plan after 122,880 tokens on an A100, by bytes alone
+        work = Workload(target, draft, num_tokens=122_880, num_retrieved=4096, hosted_share=share)
+        tuner = Autotuner(plans, partial(work.seconds, CARDS[80]), use_clock=False)
+        best = max(plans, key=tuner.tokens_per_second)
+        alone, ms = (1000 / tuner.tokens_per_second(plan) for plan in (plans[0], best))
+        print(f"{share:.0%} in host memory: {alone:.0f} ms/token, {ms:.0f} by {best}")

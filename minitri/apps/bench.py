@@ -7,9 +7,12 @@ Runs are interleaved, each round in another order, so that a drifting machine is
 import argparse
 import dataclasses
 import json
+import platform
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import minitri
@@ -39,6 +42,8 @@ class BenchFlags:
 
     compare: bool = False
     """Compare all methods, or those of --method, in interleaved runs."""
+    row: bool = False
+    """Print rows for the table in docs/machines.md, each method next to autoregressive."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
 
@@ -62,7 +67,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
     names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
-    for name in ["autoregressive", *names] if args.compare else names:
+    for name in ["autoregressive", *names] if args.compare or args.row else names:
         method, _, tree = name.partition(":")
         methods[name] = arguments.taken(
             SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
@@ -93,9 +98,29 @@ def measure(args: argparse.Namespace) -> None:
     }
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
+    elif args.row:
+        weights = f"{engine.model.num_bytes / 1e6:,.0f} MB"
+        context = ", ".join(f"{len(ids):,}" for ids in prompts)
+        plain = result.pop("autoregressive")["ms_per_token"]["median"]
+        for name, row in result.items():
+            speed = f"{plain:.1f} | {row['ms_per_token']['median']:.1f} by {name}"
+            guessed = f"{1 - 1 / row['tokens_per_step']:.0%}"
+            cells = machine(), args.model, weights, context, speed, guessed, minitri.__version__
+            print(f"| {' | '.join(cells)} |")
     else:
         head = ", ".join(f"{name} {value}" for name, value in facts.items())
         print(f"{head}\n\n{table(result)}")
+
+
+def machine() -> str:
+    """The GPU, or the processor and the cores that PyTorch computes on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    known = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
+    return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} cores"
 
 
 def compare(
@@ -147,14 +172,11 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, report.Json]:
     result = {}
     first = next(iter(done.values()))
     for name, runs in done.items():
-        plans = Counter[str]()
-        accepted = Counter[str]()
-        tested = Counter[str]()
-        for run in runs:
-            plans += run.stats.steps_per_plan
-            for level in run.stats.levels:
-                accepted[level.name] += level.num_accepted_tokens
-                tested[level.name] += level.num_tested_tokens
+        plans = sum((run.stats.steps_per_plan for run in runs), Counter[str]())
+        accepted, tested = Counter[str](), Counter[str]()
+        for level in (level for run in runs for level in run.stats.levels):
+            accepted[level.name] += level.num_accepted_tokens
+            tested[level.name] += level.num_tested_tokens
         ratios = [one.ms_per_token / run.ms_per_token for one, run in zip(first, runs, strict=True)]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),

@@ -128,11 +128,6 @@ def site_of(args: Namespace) -> Site:
     return Site(name, gib, machine, "assumed by its size; --gpu names one")
 
 
-def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
-    """Most layers whose KV fits on the GPU. Raises `InputError` if nothing fits."""
-    return choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
-
-
 def run_command(args: Namespace) -> None:
     """Runs `minitri plan`: prints what fits where. Raises `InputError` if no placement fits."""
     if args.gpu == "list":
@@ -141,7 +136,7 @@ def run_command(args: Namespace) -> None:
     needs = demand_of(args)
     site = site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
-    best = most_on_chip(needs, site, host_bytes)
+    best = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
     rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:

@@ -1,5 +1,6 @@
 """The walk through the algorithm: its pages quote what its files print, and name what is there."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -33,6 +34,17 @@ def test_a_page_is_short_and_quotes_what_its_file_prints(page, capsys):
     assert f"`python docs/code/{page.stem}.py`" in prose(page)
     runpy.run_path(str(code_of(page)), run_name="__main__")
     assert capsys.readouterr().out == [text for kind, text in blocks if kind == "text"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_weights")
+def test_the_notebook_runs_cell_by_cell(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = {}
+    for cell in json.loads((ROOT / "docs/tour.ipynb").read_text("utf-8"))["cells"]:
+        assert len(cell["source"]) <= 12
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -23,16 +23,9 @@ def run_command(args: Namespace) -> None:
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:
-        result = {
-            "model": args.model,
-            **report.where(engine.model),
-            "num_tokens": len(ids),
-            "logprob_per_token": mean,  # natural logarithms
-            "perplexity": perplexity,
-            "token_ids": ids,
-            "logprobs": [None, *scores],
-        }
-        print(json.dumps(result))
+        facts = {"model": args.model, **report.where(engine.model), "num_tokens": len(ids)}
+        means = {"logprob_per_token": mean, "perplexity": perplexity}  # natural logarithms
+        print(json.dumps({**facts, **means, "token_ids": ids, "logprobs": [None, *scores]}))
     else:
         print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
 

@@ -1,7 +1,10 @@
 """The benchmark: methods after the same prompts, interleaved, with figures that fit together."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,14 +18,12 @@ from minitri.engine import Engine
 def run(folder, call):
     """Runs the benchmark on the tiny model; gives the figures, which are all that it prints."""
 
-    def run(flags: str) -> dict:
-        always = (
-            f"--model {folder} --dtype float32 --device cpu --max-prompt-tokens 150 --quiet --json"
-        )
+    def run(flags: str, output: str = "--json") -> Any:
+        always = f"--model {folder} --dtype float32 --device cpu --max-prompt-tokens 150 --quiet"
         sizes = "--max-new-tokens 24 --budget 64 --num-recent-tokens 40"
-        done = call(bench.main, *f"{always} {sizes} {flags}".split())
+        done = call(bench.main, *f"{always} {sizes} {output} {flags}".split())
         assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
-        return done.json
+        return done.json if output == "--json" else done.out
 
     return run
 
@@ -56,6 +57,12 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert (read[5:], read[0]) == (read[:5], 150)
     assert set(read[1:5]) == {1, 17}  # all but what a method must see again
+
+
+def test_a_row_fits_the_table_of_machines(run):
+    page = Path(__file__).parents[3] / "docs/machines.md"
+    [head, *_] = re.findall(r"^\| .*", page.read_text("utf-8"), re.M)
+    assert run("", output="--row").count("|") == head.count("|")
 
 
 def test_trees_take_part(run, folder):

@@ -4,8 +4,8 @@ At the scale of a GPU one more cell is measured there, with the KV of as many la
 of 24 GB would hold.
 """
 
-from minitri.apps.plan import ACCEPTANCE, build_parser, demand_of, most_on_chip, placement, site_of
-from minitri.core.offload.placement import GIB
+from minitri.apps.plan import ACCEPTANCE, build_parser, demand_of, placement, site_of
+from minitri.core.offload.placement import CONTEXT, GIB, choose_on_chip
 from tools.paper.costs import bound
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.items.speeds import FIRST
@@ -57,7 +57,7 @@ def predicted(flags: str) -> Json:
     args = build_parser().parse_args(["--model", *flags.split()])
     needs, site = demand_of(args), site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
-    on_chip = most_on_chip(needs, site, host_bytes)
+    on_chip = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
     row = placement(needs, site, host_bytes, on_chip)
     kv_bytes = args.gpus * needs.num_tokens * needs.config.kv_values_per_token * needs.itemsize
     weight_bytes = args.gpus * needs.parts(0)["weights"]
