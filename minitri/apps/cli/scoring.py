@@ -4,7 +4,7 @@ import json
 import math
 from argparse import Namespace
 
-from minitri.apps.cli import arguments, boot, documents, exits, report
+from minitri.apps.cli import arguments, boot, documents, exits, report, terminal
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -19,22 +19,25 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: Namespace) -> None:
     """Prints the log-probabilities of the file's text. Raises `InputError`."""
     engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
-    scores = engine.score(ids).tolist()
+    run = engine.scoring(ids)
+    terminal.print_stream(run, args, engine.config, show=False)
+    [state] = run.rows
+    if state.finish_reason is None:
+        raise KeyboardInterrupt
+    scores = [logprob for logprob, _ in state.prompt_scores]
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
-    if args.json:
-        result = {
-            "model": args.model,
-            **report.where(engine.model),
-            "num_tokens": len(ids),
-            "logprob_per_token": mean,  # natural logarithms
-            "perplexity": perplexity,
-            "token_ids": ids,
-            "logprobs": [None, *scores],
-        }
-        print(json.dumps(result))
-    else:
-        print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
+    result = {
+        "model": args.model,
+        **report.where(engine.model),
+        "num_tokens": len(ids),
+        "logprob_per_token": mean,  # natural logarithms
+        "perplexity": perplexity,
+        "token_ids": ids,
+        "logprobs": [None, *scores],
+    }
+    text = f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}"
+    print(json.dumps(result) if args.json else text)
 
 
 main = exits.program(build_parser, run_command)

@@ -57,10 +57,12 @@ def print_stream(
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):
-                spent = run.stats.prefill_seconds
-                if not bar.n and (left := seconds_left(config, spent, event)) > SLOW:
-                    bar.clear()
-                    log.info("the prompt will be read in about %.1f minutes", left / 60)
+                if not bar.n:
+                    bar.n = bar.initial = event.num_cached
+                    left = seconds_left(config, run.stats.prefill_seconds, event)
+                    if left > SLOW:
+                        bar.clear()
+                        log.info("the prompt will be read in about %.1f minutes", left / 60)
                 bar.update(event.num_done - bar.n)
             elif isinstance(event, Token):
                 bar.close()
