@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
 
 def read_document(file: str, flag: str) -> str:
     """The text of the file that a flag names, or of standard input (`-`). Raises `InputError`."""
-    wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
-    text, encoding = read_file(file, flag, wanted, _text_of)
+    hint = "" if find_spec("bs4") else " with: pip install 'minitri[documents]'"
+    text, encoding = read_file(file, flag, f"text, or PDF or HTML{hint}", _text_of)
     if encoding:
         log.info("%s: read as %s", shorten(file), encoding)
     return text
