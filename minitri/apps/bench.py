@@ -91,11 +91,9 @@ def measure(args: argparse.Namespace) -> None:
         "draft": engine.models.drafter_name,
         "num_prompt_tokens": [*map(len, prompts)],
     }
-    if args.json:
-        print(json.dumps({**facts, "contestants": result}), flush=True)
-    else:
-        head = ", ".join(f"{name} {value}" for name, value in facts.items())
-        print(f"{head}\n\n{table(result)}")
+    head = ", ".join(f"{name} {value}" for name, value in facts.items())
+    figures = json.dumps({**facts, "contestants": result})
+    print(figures if args.json else f"{head}\n\n{table(result)}")
 
 
 def compare(
