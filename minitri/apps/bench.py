@@ -91,9 +91,9 @@ def measure(args: argparse.Namespace) -> None:
         "draft": engine.models.drafter_name,
         "num_prompt_tokens": [*map(len, prompts)],
     }
-    head = ", ".join(f"{name} {value}" for name, value in facts.items())
-    figures = json.dumps({**facts, "contestants": result})
-    print(figures if args.json else f"{head}\n\n{table(result)}")
+    text = ", ".join(f"{name} {value}" for name, value in facts.items())
+    text += f"\n\n{table(result)}"
+    print(json.dumps({**facts, "contestants": result}) if args.json else text)
 
 
 def compare(

@@ -52,13 +52,14 @@ def print_stream(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         is_stopped = True
 
-    total = len(run.rows[0].prompt_ids)
-    bar = progress_bar(args, total=total, desc="prompt", unit=" tokens", leave=False)
+    bar = progress_bar(
+        args, total=len(run.rows[0].prompt_ids), desc="prompt", unit=" tokens", leave=False
+    )
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):
                 if not bar.n:
-                    bar.n = bar.initial = event.num_cached
+                    bar.n = bar.initial = bar.last_print_n = event.num_cached
                     left = seconds_left(config, run.stats.prefill_seconds, event)
                     if left > SLOW:
                         bar.clear()
