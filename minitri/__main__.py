@@ -13,15 +13,15 @@ from minitri.core.errors import InputError
 HELP_FILE = f"{os.path.dirname(__file__)}/apps/help.txt"  # noqa: PTH120
 with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
     HELP = file.read().partition("\nminitri ")[0]
-PROGRAMS = {  # the module and function of each
-    "generate": "generate.main",
-    "plan": "apps.plan.main",
-    "bench": "apps.bench.main",
-    "chat": "apps.chat.chatting.main",
-    "serve": "apps.serve.serving.main",
-    "selftest": "apps.selftest.selftesting.main",
-    "audit": "apps.audit.auditing.main",
-    "score": "apps.cli.scoring.main",
+PROGRAMS = {  # the module of each, which has a `main`
+    "generate": "generate",
+    "plan": "apps.plan",
+    "bench": "apps.bench",
+    "chat": "apps.chat.chatting",
+    "serve": "apps.serve.serving",
+    "selftest": "apps.selftest.selftesting",
+    "audit": "apps.audit.auditing",
+    "score": "apps.cli.scoring",
 }
 
 
@@ -35,15 +35,14 @@ def main(argv: list[str] | None = None) -> None:
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:  # perhaps misspelled
+        if argv and not argv[0].startswith("-") and argv[0] not in PROGRAMS:  # perhaps misspelled
             from difflib import get_close_matches  # imports re
 
-            for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
+            for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.75):
                 advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
                 raise InputError(f"there is no program {argv[0]}; {advice}")
         name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
-        module, _, function = f"minitri.{PROGRAMS[name]}".rpartition(".")
-        run = getattr(import_module(module), function)
+        run = import_module(f"minitri.{PROGRAMS[name]}").main
     run(argv)
 
 

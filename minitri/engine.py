@@ -146,6 +146,11 @@ class Engine(AbstractContextManager["Engine"]):
     def score(self, text: Prompt) -> Tensor:
         """Natural log-probabilities of a text's tokens but the first, before all filters.
         (N - 1,) float32 on the CPU, for N tokens. Raises `InputError`."""
+        end = self.scoring(text).result()
+        return torch.tensor([logprob for logprob, _ in end.prompt_scores])
+
+    def scoring(self, text: Prompt) -> Generation:
+        """Starts a run that reads a text: its `End` has the `prompt_scores`. See `score`."""
         ids = encode_prompt(text, self.tokenizer)
         check_prompt(ids, self.config, 0)
         if len(ids) < 2:
@@ -155,8 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
         shape = MemoryShape((len(ids),), *settings, SpeculationConfig("autoregressive"))
         pool = MemoryPool(self.models)  # of its own: the text that the engine holds stays
         pool.runs = self._pool.runs
-        end = Generation([state], shape, pool).result()
-        return torch.tensor([logprob for logprob, _ in end.prompt_scores])
+        return Generation([state], shape, pool)
 
     def stream(
         self,

@@ -23,6 +23,7 @@ from minitri.apps.cli.inputs import find_prompt
 from minitri.apps.cli.jsonl import answers, many
 from minitri.apps.cli.report import answer, report
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
+from minitri.apps.cluster.batch import on_replicas
 from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
@@ -77,12 +78,8 @@ def run_command(args: argparse.Namespace) -> int:
     """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
-    if args.ray is not None:
-        from minitri.apps.cluster.batch import on_replicas
-
-        return many(args, on_replicas)
     if args.prompts is not None:
-        return many(args, answers)
+        return many(args, answers if args.ray is None else on_replicas)
     return several(args) if args.n > 1 else one(args)
 
 

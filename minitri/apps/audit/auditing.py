@@ -30,16 +30,11 @@ COLUMNS = "check verdict statistic p_value num_tokens"
 PROMPTS = Path(__file__).with_name("prompts.txt").read_text("utf-8").splitlines()
 """Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
 TEMPERATURES = (1.0, 0.5, 1.5)
-FALSE_ALARM = 1e-6
-"""Odds that an audit finds a fault in a correct server."""
-LEAST_P = FALSE_ALARM / 10
-"""Level of one test: two scores at each temperature, and `copied`."""
-LEAST_TOKENS = 200
-"""Fewer tokens than this, at one temperature, are too few for a verdict."""
-TOLERANCE = 0.5
-"""Nats by which rounding (in bfloat16, say) may change a log-probability."""
-MOST_COPIED = 0.1
-"""Share of tokens, beyond chance, that concurrent answers may have in common."""
+FALSE_ALARM = 1e-6  # odds that an audit finds a fault in a correct server
+LEAST_P = FALSE_ALARM / 10  # of one test: two scores at each temperature, and `copied`
+LEAST_TOKENS = 200  # fewer, at one temperature, are too few for a verdict
+TOLERANCE = 0.5  # nats by which rounding (in bfloat16, say) may change a log-probability
+MOST_COPIED = 0.1  # share of tokens, beyond chance, that concurrent answers may have in common
 COPIED = "concurrent answers copy each other: they share random numbers, or use none"
 DEPARTED = "texts do not follow the reported log-probabilities"
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)

@@ -14,10 +14,8 @@ KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top 
 """Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 """Fields that switch filters off, in the spelling of several servers; left out if refused."""
-NUM_NEW = 32
-"""Tokens of an answer."""
-BURST = 8
-"""Equal requests sent at the same time."""
+NUM_NEW = 32  # tokens of an answer
+BURST = 8  # equal requests sent at the same time
 
 
 class Place(NamedTuple):

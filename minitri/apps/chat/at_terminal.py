@@ -4,7 +4,6 @@ Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib
-import functools
 import termios
 import tty
 from argparse import Namespace
@@ -29,11 +28,6 @@ def ask(
 ) -> None:
     """Asks for lines at a terminal until Ctrl-D; `obey` returns what is to be edited once more.
     Enter ends a question, but a line after a backslash, within triple quotes and with Alt."""
-
-    @functools.lru_cache(1)  # as every row of the window asks
-    def is_open(text: str) -> bool:
-        return text.count('"""') % 2 == 1
-
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
@@ -48,7 +42,7 @@ def ask(
     }
     session = shortcuts.PromptSession[str](
         "> ",
-        multiline=filters.Condition(lambda: is_open(session.default_buffer.text)),
+        multiline=filters.Condition(lambda: session.default_buffer.text.count('"""') % 2 == 1),
         history=history.FileHistory(folder / "history") if folder.is_dir() else None,
         completer=GrammarCompleter(regular_languages.compile(COMMAND_LINE), completers),
         complete_style=shortcuts.CompleteStyle.READLINE_LIKE,

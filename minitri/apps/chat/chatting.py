@@ -76,6 +76,8 @@ class Chat:
                     self._answer(self.talk.turns, Turn(text))
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
+            elif name in ("load", "save") and not value:
+                raise InputError(f"/{name} names no file; give /{name} FILE")
             else:
                 command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
@@ -256,8 +258,8 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
-    arguments.add_flags(parser, "fit", "max_prompt_tokens", "load", "system", "color")
-    arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
+    flags = ("fit", "max_prompt_tokens", "load", "system", "color", "max_new_tokens")
+    arguments.add_flags(parser, *flags, *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     arguments.add_decoding_flags(parser)
     return parser

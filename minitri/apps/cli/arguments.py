@@ -28,7 +28,8 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Short names of flags, groups of them, those that others need, and those of --help-all alone."""
+"""Short names of flags, groups of them, those of grammars, those that others need or that a method
+ignores, and those of --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
@@ -242,11 +243,8 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add_sampling_flags(parser, "seed")
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
-    add("--json-schema", const="json_schema", metavar="FILE|JSON", help="JSON of this schema")
-    add("--json-object", const="json_object", nargs=0, help="any object of JSON")
-    add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
-    add("--grammar", const="lark", metavar="FILE", help="text of the rule `start` in Lark")
+    for flag, settings in TABLE["grammar"].items():
+        group.add_argument(flag, action=GrammarFlag, dest="grammar", **settings)
     add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
 
 

@@ -12,6 +12,7 @@ from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
+from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
@@ -42,7 +43,7 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
 
 
 def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minitri.Engine":
-    """Loads the weights; applies --load-kv and --kv-store. Raises `InputError`."""
+    """Loads the weights; applies --threads and --kv-store. Raises `InputError`."""
     if args.threads is not None:
         import torch
 
@@ -50,8 +51,6 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
     engine = opened.load()
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError("--bitwise needs kernels (a C++ compiler) and no --tree; leave it out")
-    if (file := vars(args).get("load_kv")) is not None:
-        log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (folder := vars(args).get("kv_store")) is not None:
         engine.open_kv_store(folder, int(args.kv_store_size * GIB))
     return engine
@@ -75,14 +74,20 @@ def sampling_of(
 def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
-    """Context with a run over requests, by the flags; then logs statistics, and does --save-kv."""
+    """Context with a run over requests, after the text of the --load-kv file. Then logs statistics,
+    and does --save-kv. Raises `InputError`."""
     hottest = max(request.sampling.temperature for request in requests)
+    if args.load_kv is not None and not engine.held_tokens:
+        engine.load_kv(args.load_kv)
     with engine.stream(
         requests,
         batch_size=args.batch_size,
         generation=taken(GenerationConfig, args),  # of the run; a `Request` has those of its text
         speculation=speculation_of(args, hottest),
     ) as run:
+        if held := engine.held_tokens:  # during a run only those of a file
+            used = max(num_common(held, state.prompt_ids) for state in run.rows)
+            log.info("--load-kv: the prompt begins with %d of its %d tokens", used, len(held))
         yield run
     log.info(report.outline(run))
     if args.save_kv is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from minitri.core.log import log
 from minitri.devices.parallel.ranks import join
 
 MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
-WANTED = "text, or PDF or HTML with: pip install 'minitri[documents]'"
+WANTED = "text, or PDF or HTML"
+WANTED += "" if find_spec("bs4") else " with: pip install 'minitri[documents]'"
 
 
 def read_document(file: str, flag: str) -> str:

@@ -76,14 +76,9 @@ def encode(
     most = args.max_prompt_tokens or (min(usual_tokens, room) if usual_tokens else len(ids))
     if len(empty) < most < len(ids):
         log.info("prompt: only its first %d of %d tokens are read", most, len(ids))
-        num_last = num_after_text(ids, empty)
+        after = empty[num_common(ids, empty) :]  # what a chat template adds after the text
+        num_last = num_common(ids[::-1], after[::-1])
         ids = ids[: most - num_last] + ids[len(ids) - num_last :]
     ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
     check_prompt(ids, engine.config, num_new, *ways)
     return ids
-
-
-def num_after_text(ids: list[int], empty: list[int]) -> int:
-    """How many of the last `ids` a chat template adds after a text; `empty`: ids of no text."""
-    after = empty[num_common(ids, empty) :]
-    return num_common(ids[::-1], after[::-1])

@@ -70,12 +70,9 @@ def outline(run: "minitri.Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        counts = [state.stats.by_origin for state in run.rows]
-        num_guessed = sum(count["draft"] + count["retrieval"] for count in counts)
+        stages = ("draft", "retrieval")
+        num_guessed = sum(state.stats.by_origin[name] for state in run.rows for name in stages)
         line += f"; {num_guessed / total:.0%} of them were proposed ahead and confirmed"
-    if len(run.rows) == 1:
-        request = run.rows[0].request
-        line += f"; {how_sampled(request.sampling, request.seed or 0)}"
     return line
 
 

@@ -4,7 +4,7 @@ import json
 import math
 from argparse import Namespace
 
-from minitri.apps.cli import arguments, boot, documents, exits, report
+from minitri.apps.cli import arguments, boot, documents, exits, report, terminal
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -19,7 +19,12 @@ def build_parser() -> arguments.OneLineParser:
 def run_command(args: Namespace) -> None:
     """Prints the log-probabilities of the file's text. Raises `InputError`."""
     engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
-    scores = engine.score(ids).tolist()
+    run = engine.scoring(ids)
+    terminal.print_stream(run, args, engine.config, show=False)
+    [state] = run.rows
+    if state.finish_reason is None:
+        raise KeyboardInterrupt
+    scores = [logprob for logprob, _ in state.prompt_scores]
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:

@@ -52,15 +52,18 @@ def print_stream(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         is_stopped = True
 
-    total = len(run.rows[0].prompt_ids)
-    bar = progress_bar(args, total=total, desc="prompt", unit=" tokens", leave=False)
+    bar = progress_bar(
+        args, total=len(run.rows[0].prompt_ids), desc="prompt", unit=" tokens", leave=False
+    )
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):
-                spent = run.stats.prefill_seconds
-                if not bar.n and (left := seconds_left(config, spent, event)) > SLOW:
-                    bar.clear()
-                    log.info("the prompt will be read in about %.1f minutes", left / 60)
+                if not bar.n:
+                    bar.n = bar.initial = bar.last_print_n = event.num_cached
+                    left = seconds_left(config, run.stats.prefill_seconds, event)
+                    if left > SLOW:
+                        bar.clear()
+                        log.info("the prompt will be read in about %.1f minutes", left / 60)
                 bar.update(event.num_done - bar.n)
             elif isinstance(event, Token):
                 bar.close()

@@ -27,13 +27,12 @@ from torch import Tensor
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.apps.cli.arguments import taken
-from minitri.apps.cli.report import Json
+from minitri.apps.cli.report import Json, progress_bar
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core import prefill, stats
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.noise import gumbel_scores, noise_keys
 from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
-from minitri.core.log import log
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.text import prepare, prompt_ids
@@ -53,7 +52,9 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
         how: Json = {"generation": generation, "seed": args.seed, "temperature": temperature}
-        for method in ("autoregressive", *args.methods):
+        for method in progress_bar(
+            args, iterable=("autoregressive", *args.methods), desc=mode, unit=" methods"
+        ):
             speculation = taken(SpeculationConfig, args, method=method, coupled=mode == "coupled")
             tokens = [*engine.complete(prompt, speculation=speculation, **how).token_ids]
             if method == "autoregressive":
@@ -70,7 +71,6 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
                 gap, bound = compare_scores(engine.model, text, pair, width, temperature, args.seed)
                 is_tie = gap <= bound and not is_bitwise(engine, args)
                 row |= {"verdict": "tie" if is_tie else "BUG", "score_gap": gap, "bound": bound}
-            log.info("%s, %s: %s", mode, method, row["verdict"])
             yield row
 
 
@@ -98,7 +98,8 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
     spare = max(len(prompt) - LENGTH, 0)
     prompts = [prompt[row * spare // num :][:LENGTH] for row in range(num)]
     is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
-    for method in args.methods if prompts and args.temperature else ():
+    methods = args.methods if prompts and args.temperature else ()
+    for method in progress_bar(args, iterable=methods, desc="sampled", unit=" methods"):
         speculation = taken(SpeculationConfig, args, method=method, budget=budget)
         p_values = run_test(engine, prompts, speculation, args)
         verdict = "consistent"

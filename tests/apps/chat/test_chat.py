@@ -94,7 +94,8 @@ COMMAND_LINES = """
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling presence_penalty=9 | presence_penalty is 9; it must be
-/save | there is no KV cache to save
+/save no.kv | there is no KV cache to save
+/load | /load names no file; give /load FILE
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
 /documents | there are no documents
 /system | as the model has it

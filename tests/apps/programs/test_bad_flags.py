@@ -23,7 +23,7 @@ from minitri.apps.cli import inputs
 from tests.conftest import tiny_engine
 
 BAD = r"""
-minitri Chat --document x.txt | no program Chat; did you mean chat
+minitri Caht --document x.txt | no program Caht; did you mean chat
 minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
 minitri.generate --prompt-file binary | --prompt-file binary cannot be read
 minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504

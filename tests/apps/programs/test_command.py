@@ -24,7 +24,7 @@ PROMPT = "She had been forced into prudence in her youth"
 
 @pytest.mark.parametrize("name", command.PROGRAMS)
 def test_a_program_is_a_word_of_the_command(run, name):
-    module = importlib.import_module(f"minitri.{command.PROGRAMS[name].rpartition('.')[0]}")
+    module = importlib.import_module(f"minitri.{command.PROGRAMS[name]}")
     help_text = run("--help", program=module.main, model=None)
     assert run(name, "--help", model=None) == help_text
     assert f"  minitri {name} " in help_text.out

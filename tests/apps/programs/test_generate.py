@@ -20,13 +20,10 @@ temperature dtype device prefill_seconds decode_seconds ms_per_token tokens_per_
 def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     code, out, err = run(PROMPT)
     first, last = err.splitlines()
-    assert code == 0
-    assert re.fullmatch(
-        r"tiny, \d+ MB of weights, float32 on cpu; prompt: \d+ tokens; greedy", first
-    )
-    assert re.search("tokens/s; .*% .*; greedy", last)
+    assert re.fullmatch(r"tiny, \d+ MB of weights, float32 .*; prompt: \d+ tokens; greedy", first)
+    assert re.search("tokens/s; .*% ", last)
     assert run(PROMPT, "--verbose").err.count("\n") > 3
-    assert run(PROMPT, "--quiet") == (0, out, "")
+    assert (code, run(PROMPT, "--quiet")) == (0, (0, out, ""))
 
 
 def test_json_is_the_only_line_and_has_every_key_and_the_streamed_text(run):
@@ -188,6 +185,8 @@ def test_a_saved_kv_cache_is_not_computed_again(run, tmp_path):
     assert "saved the KV cache of" in done.err
     again = run(PROMPT, "--load-kv", file)
     assert again.out == done.out
+    size = re.search(r"begins with (\d+) of its \1 tokens", again.err)[1]
+    assert f"begins with 0 of its {size} tokens" in run("Else", "--load-kv", file).err
     first, second = (re.search(r"for (\d+) tokens of", text.err)[1] for text in (done, again))
     assert int(second) < int(first)
 
