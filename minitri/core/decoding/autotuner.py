@@ -17,11 +17,10 @@ MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict 
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
-RARITY = 50  # an unused stage gets no bonus until this many times its catch-up time has passed
 WINDOW = 128  # most tokens that a drafter reads to catch up
 CAUTION = 2  # a drafter catches up if the rest of the text is to win this many times its seconds
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
-PATIENCE = 32.0  # steps before a retrieval cache that was never built gets a bonus
+PATIENCE = 32  # steps without a stage before it gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 
 
@@ -48,7 +47,7 @@ class Autotuner:
         self.wants_retrieval = all(plan.uses_retrieval for plan in plans)
         """Whether the retrieval cache is to be built; without, plans that use it cost that, too."""
         # Steps since a stage was used, minus those that must pass before it gets a bonus.
-        self._num_unused = {"draft": 0.0, "retrieval": 0.0 if self.wants_retrieval else -PATIENCE}
+        self._num_unused = dict.fromkeys(FIRST_RATES, -PATIENCE)
         self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
         self._num_choices = 0
         self.num_left = math.inf  # tokens to come of a row, on average
@@ -70,12 +69,9 @@ class Autotuner:
             self.wants_retrieval = True
             return self._plans[0]
         used = _proposers(self.plan)
-        if "draft" in used:  # see RARITY
-            num_steps = RARITY * unread_seconds / self._cost("target", 0)
-            self._num_unused["draft"] = min(self._num_unused["draft"], -num_steps)
         self._num_unread = 0 if "draft" in used else min(self._num_unread + 1, WINDOW)
         for stage, n in self._num_unused.items():
-            self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
+            self._num_unused[stage] = -PATIENCE if stage in used else n + 1
         return self.plan
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
