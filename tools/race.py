@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from minitri import Engine, InputError, Token
-from minitri.apps.bench import machine
 from minitri.apps.cli import arguments, boot, exits, inputs
 from tools.flags import picture
+from tools.paper.study import machine
 from tools.tour import COLORS, MEANINGS
 
 Lane = list[tuple[float, Token]]

@@ -43,7 +43,6 @@ from tqdm import tqdm
 
 import minitri
 from minitri import Engine
-from minitri.apps.bench import machine
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
 from minitri.core.errors import explain
@@ -52,7 +51,7 @@ from minitri.devices.cpu.kernels import load_kernels
 from minitri.files.checkpoint import placements
 from minitri.files.hf_config import read_config
 from tools.paper.baselines.policies import speculation_with
-from tools.paper.study import commit
+from tools.paper.study import commit, machine
 
 Settings = dict[str, Any]
 """Settings of a case: fields of minitri's settings, and model, draft, dtype, prompts, seed."""

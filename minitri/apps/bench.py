@@ -7,12 +7,9 @@ Runs are interleaved, each round in another order, so that a drifting machine is
 import argparse
 import dataclasses
 import json
-import platform
-import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import minitri
@@ -42,8 +39,8 @@ class BenchFlags:
 
     compare: bool = False
     """Compare all methods, or those of --method, in interleaved runs."""
-    row: bool = False
-    """Print rows for the table in docs/machines.md, each method next to autoregressive."""
+    row: str | None = None
+    """Name of this machine: prints a row for docs/machines.md, of auto or each --method."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
 
@@ -99,28 +96,18 @@ def measure(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     elif args.row:
-        weights = f"{engine.model.num_bytes / 1e6:,.0f} MB"
-        context = ", ".join(f"{len(ids):,}" for ids in prompts)
-        plain = result.pop("autoregressive")["ms_per_token"]["median"]
+        alone = result.pop("autoregressive")
         for name, row in result.items():
-            speed = f"{plain:.1f} | {row['ms_per_token']['median']:.1f} by {name}"
-            guessed = f"{1 - 1 / row['tokens_per_step']:.0%}"
-            cells = machine(), args.model, weights, context, speed, guessed, minitri.__version__
-            print(f"| {' | '.join(cells)} |")
+            print(
+                f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "
+                f"| {', '.join(f'{len(ids):,}' for ids in prompts)} "
+                f"| {alone['ms_per_token']['median']:.1f} "
+                f"| {row['ms_per_token']['median']:.1f} by {name} "
+                f"| {1 - 1 / row['tokens_per_step']:.0%} | {minitri.__version__} |"
+            )
     else:
         head = ", ".join(f"{name} {value}" for name, value in facts.items())
         print(f"{head}\n\n{table(result)}")
-
-
-def machine() -> str:
-    """The GPU, or the processor and the cores that PyTorch computes on."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    known = Path("/proc/cpuinfo")
-    found = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
-    return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} cores"
 
 
 def compare(
@@ -174,9 +161,10 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, report.Json]:
     for name, runs in done.items():
         plans = sum((run.stats.steps_per_plan for run in runs), Counter[str]())
         accepted, tested = Counter[str](), Counter[str]()
-        for level in (level for run in runs for level in run.stats.levels):
-            accepted[level.name] += level.num_accepted_tokens
-            tested[level.name] += level.num_tested_tokens
+        for run in runs:
+            for level in run.stats.levels:
+                accepted[level.name] += level.num_accepted_tokens
+                tested[level.name] += level.num_tested_tokens
         ratios = [one.ms_per_token / run.ms_per_token for one, run in zip(first, runs, strict=True)]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),

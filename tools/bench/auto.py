@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import minitri
 from minitri import Request, SpeculationConfig
-from minitri.apps.bench import machine, run_method
+from minitri.apps.bench import run_method
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
@@ -30,6 +30,7 @@ from minitri.files.named_models import DEFAULT_MODEL
 from tools.flags import positive
 from tools.paper.item import Table
 from tools.paper.shapes import spread
+from tools.paper.study import machine
 
 WEIGHTS = ("native", "dense")
 CONTEXTS = [100, 1000, 4000, 7900]

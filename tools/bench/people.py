@@ -30,7 +30,6 @@ import torch
 from tqdm import tqdm
 
 import minitri
-from minitri.apps.bench import machine
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
@@ -44,6 +43,7 @@ from tools.bench.random_gguf import random_gguf
 from tools.flags import positive
 from tools.paper.item import Table
 from tools.paper.shapes import spread
+from tools.paper.study import machine
 
 WORKER = Path(__file__).with_name("worker.py")
 PACKAGES = {

@@ -12,6 +12,8 @@ import hashlib
 import json
 import math
 import os
+import platform
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -20,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-from minitri.apps.bench import machine
 from minitri.core.log import log
 from tools.paper.item import Done, Item, Json
 from tools.paper.lab import Lab
@@ -57,6 +58,15 @@ def commit() -> str:
         done = subprocess.run(git, cwd=where, capture_output=True, text=True, check=False)
         return done.stdout.strip() or "unknown"
     return "unknown"
+
+
+def machine() -> str:
+    """The GPU, or the processor and the cores that PyTorch computes on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    known = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
+    return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} cores"
 
 
 @dataclass

@@ -60,9 +60,15 @@ def run_command(args: Namespace) -> int:
         rows = [*audit(client, args.num_tokens)]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     if args.json:
-        server = {"url": client.url, "endpoint": client.endpoint, "model": client.fields["model"]}
-        verdict = {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
-        print(json.dumps(server | verdict))
+        result = {
+            "url": client.url,
+            "endpoint": client.endpoint,
+            "model": client.fields["model"],
+            "lossless": is_lossless,
+            "false_alarm": FALSE_ALARM,
+            "checks": rows,
+        }
+        print(json.dumps(result))
     else:
         says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]
         print(report.as_table(COLUMNS, rows), "", *says, sep="\n")

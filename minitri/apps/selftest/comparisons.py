@@ -61,8 +61,13 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
                 expected = tokens
                 continue
             n = stats.num_common(expected, tokens)
-            row: Json = {"mode": mode, "method": method, "verdict": "equal"}
-            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
+            row: Json = {
+                "mode": mode,
+                "method": method,
+                "verdict": "equal",
+                "num_tokens": len(tokens),
+                "num_equal_tokens": n,
+            }
             if n < len(tokens):
                 engine.release()
                 text = prompt + tokens[:n]

@@ -62,7 +62,7 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
 def test_a_row_fits_the_table_of_machines(run):
     page = Path(__file__).parents[3] / "docs/machines.md"
     [head, *_] = re.findall(r"^\| .*", page.read_text("utf-8"), re.M)
-    assert run("", output="--row").count("|") == head.count("|")
+    assert run("", output="--row here").count("|") == head.count("|")
 
 
 def test_trees_take_part(run, folder):
