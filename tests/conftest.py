@@ -87,7 +87,6 @@ def edit_json(file: Path, **changes) -> None:
 
 
 tiny_model = functools.partial(rigs.tiny_model, attend=attend_cpu)
-"""A random model with the attention of a CPU."""
 
 
 def fill(cache, other):
@@ -122,7 +121,6 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def call(capsys):
-    """Runs a program to its end."""
 
     def call(program, *words: object) -> Done:
         capsys.readouterr()
@@ -180,7 +178,6 @@ def long_text() -> str:
 
 
 def ends_of(events) -> list[End]:
-    """How the requests of a run ended, in their order."""
     return sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
 
 

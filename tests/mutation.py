@@ -48,7 +48,6 @@ def read_table(table: str) -> list[Mutant]:
 
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
-    """The product with this bug."""
     function = pkgutil.resolve_name(f"minitri.{mutant.function}")
     for wrapped in ("__func__", "fget", "func"):
         function = getattr(function, wrapped, function)

@@ -55,13 +55,10 @@ WRONG = {
     "offload": [1],
     "on_chip": [-1, 1.5],
 }
-"""Values to be refused, by field."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: models, prompts and settings."""
-
     drafter: str
     ids: list[list[int]]
     seed: int
@@ -71,7 +68,6 @@ class Case:
 
 
 def case_of(number: int) -> Case:
-    """Any greedy or coupled run."""
     rng = random.Random(number)
 
     def rarely(odds: int = 6) -> bool:

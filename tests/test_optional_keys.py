@@ -40,7 +40,6 @@ embedding_length hidden_size, feed_forward_length intermediate_size, head_count_
 key_length head_dim, layer_norm_rms_epsilon rms_norm_eps, freq_base theta, type kind,
 dimension_count rotary_dim"""
 NAMED = dict(pair.split() for pair in NAMES.split(","))
-"""Names of keys in lines about them, where these differ."""
 
 
 def read(place: str, key: str, value: object, file: GgufFile) -> object:

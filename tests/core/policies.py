@@ -12,8 +12,6 @@ from minitri.core.caches.policies import Policy
 
 
 class LatestTokens(Policy):
-    """The later, the better."""
-
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         K, N = chunks_KNMD.shape[:2]
         return torch.arange(N, device=q_KRD.device).float().expand(K, N)

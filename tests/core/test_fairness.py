@@ -1,6 +1,5 @@
 """Whose prompt is read, who gets a place and who decodes next, in an open run without a model."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -77,16 +76,6 @@ def test_a_short_prompt_waits_for_two_chunks_of_long_ones_at_most(num_long, num_
     before = run.until("token", run.ask(5))
     assert sum(number in long for _, number in before) <= 2
     assert len(run.scheduler.unread) <= 2
-
-
-def test_texts_go_on_between_any_two_chunks():
-    run = Run()
-    talking = run.ask(3, 60)
-    run.until("token", talking)
-    reading = run.ask(200)
-    order = [number for _, number in run.until("token", reading)[:-1]]
-    assert order.count(reading) == 200 // CHUNK
-    assert (reading, reading) not in itertools.pairwise(order)
 
 
 def test_a_long_prompt_is_read_though_short_ones_never_end():

@@ -33,7 +33,6 @@ OLD |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "sliding_window_
 LOCAL = {"rope.freq_base": 2e6, "rope.freq_base_swa": 2e4, "rope.scaling.factor": 4.0}
 LOCAL |= {"attention.sliding_window_pattern": 2}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
-"""Names in GGUF, where they differ."""
 KINDS = {
     "granite": (
         {**MULTIPLIERS, "residual_multiplier": 0.4, "tie_word_embeddings": True},
@@ -58,16 +57,8 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 SOME = {"sliding_window": 70, "use_sliding_window": True, "max_window_layers": 1}
 OWN = {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
 VARIANTS = {
-    "MHA": {"num_key_value_heads": 4},
-    "GQA": {},
-    "tied": {"tie_word_embeddings": True},
-    "attention bias": {"attention_bias": True},
     "Mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "Qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64},
-    "Qwen3": {"model_type": "qwen3", "head_dim": 32},
-    "Qwen3, bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
-    "own head dim": {"head_dim": 32},
-    "theta": {"rope_theta": 500000.0},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": YARN},
@@ -75,14 +66,12 @@ VARIANTS = {
     "Gemma 3, own scale": {**GEMMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 24},
     "yarn, own factor": {"rope_scaling": {**YARN, **OWN}},
 }
-"""Other settings of a config.json, by what is said of them."""
 WAYS = [
     ("draft", {"method": "naive"}),
     ("suffix", {"method": "retrieval"}),
     ("draft", {"method": "triforce"}),
     ("draft", {"method": "triforce", "gamma1": None, "tree": "3x2"}),
 ]
-"""Drafters and settings by which stages guess."""
 SMALL = {"budget": 32, "chunk_size": 4, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
 SMALL |= {"rebuild_stride": 9, "prefill_chunk": 16}
 

@@ -36,7 +36,6 @@ def copy_of(folder: Path, target: Path, *left_out: str) -> Path:
 
 
 def sharded(folder: Path, target: Path, ending: str = "safetensors") -> Path:
-    """A copy of a model in three shards with an index."""
     copy_of(folder, target, "*.safetensors")
     weights = load_file(folder / "model.safetensors")
     stem, save = {"bin": ("pytorch_model", torch.save), "safetensors": ("model", save_file)}[ending]

@@ -79,7 +79,6 @@ JUNK |= st.integers(-3, 70) | st.floats() | st.text(max_size=5)
 
 
 def or_junk(*good) -> st.SearchStrategy:
-    """Mostly a value that makes sense."""
     return st.one_of(st.sampled_from(good), st.sampled_from(good), JUNK)
 
 

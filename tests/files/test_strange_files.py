@@ -170,7 +170,6 @@ llama.attn_logit_softcapping  50  attn_logit_softcapping=50
 llama.rope.dimension_count  8  rotary_dim=8
 general.architecture  null  a None model
 tokenizer.ggml.eot_token_id  "x"  eos_token_ids
-tokenizer.ggml.pre  "martian"  'martian'
 rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1]  RoPE frequency_divisors
 rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1, NaN]  RoPE frequency_divisors
 """
@@ -215,7 +214,6 @@ GGUF = [
     ("a name twice", lambda data: data.replace(b"blk.1.attn_k", b"blk.1.attn_v")),
     ("a name twice", lambda data: data.replace(b"eos_token_id", b"bos_token_id")),
 ]
-"""What the error names, and what is wrong in the bytes of a file."""
 
 
 @pytest.mark.parametrize(("word", "damage"), GGUF)

@@ -6,7 +6,6 @@ import itertools
 
 import llguidance
 import pytest
-import torch
 
 import minitri
 from minitri import GenerationConfig, Grammar, Request, SamplingParams, SpeculationConfig, Token
@@ -26,35 +25,6 @@ SHAPES = [
     SamplingParams(bad_words=["She", "e", " had been"], min_tokens=20),
     *(SamplingParams(grammar=grammar, presence_penalty=0.5) for grammar in GRAMMARS),
 ]
-
-
-ALL = {"repetition_penalty": 1.3, "min_tokens": 12, "bad_words": ["s", "the"]}
-ALL |= {"logit_bias": {5: 4.0, 40: -20.0, 99: 2.5}}
-
-
-@pytest.mark.parametrize("settings", [{"repetition_penalty": 0.7}, ALL], ids=["reward", "all"])
-def test_greedy_texts_are_those_of_transformers(engine, folder, settings):
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = torch.tensor([random_prompt(engine.config, 40)])
-    words = settings.get("bad_words", [])
-    ids = [ids for word in words for ids in engine.tokenizer.spellings(word)]
-    bias = [[[token], bias] for token, bias in settings.get("logit_bias", {}).items()]
-    wanted = theirs.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=40,
-        pad_token_id=0,
-        repetition_penalty=settings["repetition_penalty"],
-        min_new_tokens=settings.get("min_tokens"),
-        sequence_bias=bias or None,
-        bad_words_ids=ids or None,
-    )
-    got, plain = (engine.complete(prompt[0], max_new_tokens=40, **way) for way in (settings, {}))
-    assert list(got.token_ids) == wanted[0, prompt.shape[1] :].tolist()
-    assert got.token_ids != plain.token_ids
 
 
 def requests_of(engine, temperature: float, num_new: int) -> list[Request]:

@@ -31,7 +31,7 @@ PENALTIES = SamplingParams(
 )
 UNLIKELY = SamplingParams(1.0, presence_penalty=0.9, logit_bias={3: -1.5})
 WORDS = [[2], [1, 0], [3, 0, 1]]
-FORBIDDEN = SamplingParams(1.0, presence_penalty=-0.8, min_tokens=2)
+FORBIDDEN = SamplingParams(1.0, presence_penalty=-0.8, repetition_penalty=0.7, min_tokens=2)
 END = 1
 
 

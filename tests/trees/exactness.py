@@ -56,8 +56,6 @@ def walks(shape, tokens, q_NV, p_NV, node=0, reached=1.0, numbers=None):
 
 
 class TreeRunner(TableRunner):
-    """Distributions for all nodes of a tree."""
-
     def read_tree(self, sequences, active, blocks, shape, first):
         T = len(blocks[0])
         probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)

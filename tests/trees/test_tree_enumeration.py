@@ -48,11 +48,6 @@ PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 FORK = TreeShape((-1, 0, 0))
 
 
-def level_of(source):
-    """A level that only draws and walks."""
-    return TreeLevel("draft", Meter(Stats(), None, None), None, source)
-
-
 def test_a_child_without_a_token_is_missing():
     assert draw_children(PROBS, exactly([0.99, 0.0, 0.5, 0.5, 0.5]))[3:] == [MISSING, MISSING]
     assert likeliest(PROBS.log(), 5) == [0, 3, 2, MISSING, MISSING]
@@ -69,7 +64,8 @@ def test_a_row_that_guesses_nothing_takes_one_number():
     source.restart(0, 3)
     fresh.restart(0, 3)
     proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
-    level_of(source).walk(proposal, 0, PROBS.expand(3, 4), 9)
+    level = TreeLevel("draft", Meter(Stats(), None, None), None, source)
+    level.walk(proposal, 0, PROBS.expand(3, 4), 9)
     fresh.uniforms(0, 1)
     assert source.uniforms(0, 5).tolist() == fresh.uniforms(0, 5).tolist()
 

@@ -26,7 +26,6 @@ CHECKS = ["logprobs", "greedy", "independence", *(f"texts, T={T}" for T in ("1",
 
 @pytest.fixture
 def run(call, monkeypatch):
-    """Audits a toy with this property."""
 
     def run(name: str, *flags: object, num_tokens: int = 3072) -> Done:
         toy = Toy(name)

@@ -126,6 +126,9 @@ def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, ca
     )
     other.obey("Why?")
     assert num_cached()[-1] > 100  # the document is not read again
+    both = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
+    assert [document.name for document in both.talk.documents] == ["night.txt", "day.txt"]
+    assert [turn.question for turn in both.talk.turns] == ["Who?"]
 
 
 @pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
@@ -183,15 +186,6 @@ def test_a_document_is_cut_where_it_does_not_fit_or_its_reading_is_stopped(
     chat.obey("/fit")
     [whole] = chat.talk.documents
     assert 64 <= len(part.token_ids) < 1000 < len(whole.token_ids) < whole.size
-
-
-def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_path):
-    chat = begin(documents=[NIGHT])
-    chat.obey("Who?")
-    chat.obey(f"/save {tmp_path}/kv")
-    other = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
-    assert [document.name for document in other.talk.documents] == ["night.txt", "day.txt"]
-    assert [turn.question for turn in other.talk.turns] == ["Who?"]
 
 
 def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch):

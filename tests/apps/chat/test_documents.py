@@ -11,7 +11,6 @@ RUSSIAN = "Жил-был у бабушки серенький козлик, и �
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a document of these bytes."""
 
     def read(content: bytes) -> str:
         (tmp_path / "file").write_bytes(content)

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +10,6 @@ import pytest
 from minitri import generate
 from minitri.apps.cluster import batch
 from tests.conftest import SENTENCES
-
-
-def write_questions(file: Path, num: int, num_documents: int) -> None:
-    """Writes questions about documents of 70 words, in a random order."""
-    rng = random.Random(1)
-    words = " ".join(SENTENCES).split()
-    texts = [" ".join(rng.choices(words, k=70)) for _ in range(num_documents)]
-    lines = [{"id": f"q{i}", "prompt": f"{texts[i % num_documents]} {i}?"} for i in range(num)]
-    rng.shuffle(lines)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 class FakeRay:
@@ -49,7 +38,8 @@ class FakeRay:
 
 @pytest.fixture
 def run(tmp_path, folder, call, monkeypatch):
-    """Runs the program with the replicas of a `FakeRay`; the answers go to `run.file`."""
+    """Asks questions about two documents, in a random order, of the replicas of a `FakeRay`; the
+    answers go to `run.file`."""
 
     def run(ray: FakeRay):
         monkeypatch.setattr(batch, "connect", lambda args: (ray, {}))
@@ -57,7 +47,11 @@ def run(tmp_path, folder, call, monkeypatch):
         return call(generate.main, *words, "--ray", "local", "--replicas", "2")
 
     run.file = tmp_path / "out.jsonl"
-    write_questions(tmp_path / "in.jsonl", 12, 2)
+    rng, words = random.Random(1), " ".join(SENTENCES).split()
+    texts = [" ".join(rng.choices(words, k=70)) for _ in range(2)]
+    lines = [{"id": f"q{i}", "prompt": f"{texts[i % 2]} {i}?"} for i in range(12)]
+    rng.shuffle(lines)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
 

@@ -36,7 +36,6 @@ def advised(folder, tmp_path):
 
 @pytest.fixture
 def run_lines(run, tmp_path):
-    """Runs --prompts on lines, each a text or an object."""
 
     def run_lines(*lines: object, flags: tuple[str, ...] = (), **options) -> Done:
         file = tmp_path / "prompts.jsonl"

@@ -37,7 +37,6 @@ minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids 
 minitri.generate --prompts tiny/config.json --ray local --output OUT | import of ray .*; pip
 minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
 minitri.generate --prompts one --output /dev/full | ^--output /dev/full cannot be continued
-minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave one
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
 minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
 minitri.apps.serve.serving --port BUSY | port \d+ \(Address already in use.*; choose another --host
@@ -119,7 +118,6 @@ def command_line(program, draw: random.Random) -> list[str]:
 
 @pytest.fixture
 def tiny_models(monkeypatch):
-    """A tiny model in the place of any."""
     engine = tiny_engine()
 
     parts = {"tokenizer": engine.tokenizer, "config": engine.config, "load": lambda: engine}

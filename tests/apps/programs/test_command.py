@@ -59,7 +59,6 @@ for line in sys.argv[1:]:
             code = end.code or 0
     print((out.getvalue(), code, err.getvalue().count("\\n"), {*sys.modules}))
 """
-"""A program that runs many command lines in one process."""
 
 
 def run_many(*lines: str, flag: str = "-c") -> list[tuple[str, int, int, set[str]]]:

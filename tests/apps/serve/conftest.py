@@ -78,7 +78,6 @@ class Server:
             return http.post(self.url + path, **sent)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        """A connection that has sent these bytes."""
         connection = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
         connection.sendall(sent)
         return connection
@@ -154,11 +153,9 @@ class ScriptedRun:
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of the last prompt."""
         return list(self.requests[-1].prompt)
 
     def written(self, ids: list[int]) -> str:
-        """A text with its control tokens."""
         return self.tokenizer.text_bytes(ids, {0, 1, 2}).decode("utf-8", "replace")
 
     def submit(self, request: Request) -> int:
@@ -229,7 +226,6 @@ def complete(server, **fields):
 
 @pytest.fixture(scope="session")
 def roomy(tmp_path_factory):
-    """A tiny model with room for long conversations."""
     folder = tmp_path_factory.mktemp("models") / "roomy"
     write_hf_folder(folder, max_position_embeddings=1 << 15)
     return minitri.load(folder, dtype="float32", device="cpu")
@@ -256,7 +252,6 @@ def roomy_server(roomy):
 
 @pytest.fixture
 def use_template(roomy, monkeypatch):
-    """Gives the roomy model a chat template."""
 
     def use(source: str) -> None:
         monkeypatch.setattr(roomy.tokenizer, "chat_template", template_of(source))

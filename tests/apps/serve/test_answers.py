@@ -19,7 +19,6 @@ USAGE = {"stream_options": {"include_usage": True}, "stream": True}
 
 
 def by_index(chunks) -> list[str]:
-    """The texts of a stream."""
     texts: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         part = choice.delta.content if hasattr(choice, "delta") else choice.text

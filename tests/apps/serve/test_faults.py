@@ -4,10 +4,6 @@ Others are tested where they arise: memory, drafters and prompts in `tests/engin
 `tests/test_library.py`, snapshots in `tests/files`.
 """
 
-import json
-import re
-import socket
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,13 +11,7 @@ import torch
 
 from minitri.core.errors import FaultError
 from minitri.worker import NUM_TICKS
-from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of
-
-BODY = b'{"prompt": "She had", "max_tokens": 1, "seed": 1}'
-POST = post_of(BODY)
-LAST = post_of(BODY, "Connection: close")
-BOTH = post_of(b"", "Transfer-Encoding: chunked")
-STREAM = post_of(json.dumps(ENDLESS).encode())
+from tests.apps.serve.conftest import PROMPT, complete, own_text
 
 
 def is_well(server, engine) -> bool:
@@ -109,26 +99,3 @@ def test_a_row_that_fails_is_told_why_and_the_others_have_their_texts(server, en
     answers[1] = server.post(**asked[1])
     assert [it.json()["choices"][0]["text"] for it in answers] == alone
     assert len(server.runs) == num_runs
-
-
-def test_connections_that_are_reset_leave_nothing(server, engine):
-    for sent in [b"", POST[:40], POST[:-9], POST, STREAM] * 5:
-        with server.connect(sent) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            if sent == STREAM:
-                client.recv(100)
-    assert is_well(server, engine)
-
-
-def test_posts_in_one_piece(server, engine):
-    """Chunks count where there are both a length and chunks."""
-    for sent, statuses in (
-        (POST + LAST, ["200", "200"]),
-        (BOTH + b"0\r\n\r\n" + LAST, ["400", "200"]),
-        (BOTH + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + LAST, ["200", "200"]),
-        (post_of(BODY, "Content-Length: 1"), ["400"]),
-    ):
-        with server.connect(sent) as client:
-            received = b"".join(iter(lambda: client.recv(4096), b""))
-        assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == statuses
-    assert is_well(server, engine)

@@ -30,7 +30,6 @@ def type_line(page, place: str, text: str) -> None:
 
 
 def ask(server, page, question: str) -> str:
-    """The answer to a typed question."""
     type_line(page, "question", question)
     server.wait(lambda: page.evaluate(IS_DONE))
     return page.evaluate(ANSWER)

@@ -118,7 +118,6 @@ def ask(http) -> str:
 
 @contextlib.contextmanager
 def streaming(http, **fields):
-    """The lines of a stream that has begun."""
     with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True} | fields) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data"))
         yield next(lines), lines

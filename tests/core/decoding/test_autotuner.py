@@ -15,7 +15,6 @@ TRIFORCE = StepPlan("triforce", 1, 2)
 PLANS = SpeculationConfig().plans
 COSTS = {"draft": 0.004, "retrieval": 0.030, "target": 0.100}
 SLOPE = 0.04
-"""What a guess more adds to a round."""
 
 
 def predictor_of(costs: dict[str, float], slope: float = SLOPE):

@@ -15,20 +15,15 @@ ALL = SamplingParams(0.8, 20, top_p=0.9, min_p=0.01)
 every_size = pytest.mark.parametrize("V", [1, 15, 50, 20000])
 
 
-def rows_of(V: int) -> torch.Tensor:
-    """Scores far from 0; ties; all equal; a trimmed head. Multiples of 1/64, unlike roundings."""
+@every_size
+def test_every_combination_of_filters_is_the_distribution_by_definition(kernels, V):
+    """Temperatures go from the lowest, where all but the best is 0, to the highest. Scores are far
+    from 0, ties, all equal, and those of a trimmed head; multiples of 1/64, unlike roundings."""
     logits = (3 * random(4, V) * 64).round() / 64
     logits[0] += 1000
     logits[1].clamp_(-1, 1).round_()
     logits[2] = 0.5
     logits[3, 1::2] = -math.inf
-    return logits
-
-
-@every_size
-def test_every_combination_of_filters_is_the_distribution_by_definition(kernels, V):
-    """Temperatures go from the lowest, where all but the best is 0, to the highest."""
-    logits = rows_of(V)
     temperatures = (1e-6, 0.05, 1.0, 3.0, 100.0) if V < 1000 else (0.7, 100.0)
     filters = ((0, 1, 7, 300, 2**31 - 1), (1.0, 0.95, 0.5, 1e-9), (0.0, 1e-50, 0.1, 1.0))
     for numbers in itertools.product(temperatures, *filters):

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ 
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 PIECE = 512
-"""Slots of a piece of attention, as in the source."""
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
@@ -205,7 +204,6 @@ def test_a_kernel_without_memory_or_threads_is_an_error_and_the_next_call_works(
 
 
 def wrong_calls():
-    """Functions of kernels, and what they cannot take."""
     kernels = load_kernels()
     multiply = partial(linear, kernels)
     rotate = lambda x, *turns: KernelRotary(*turns, kernels).rotate(x)  # noqa: E731

@@ -73,7 +73,6 @@ def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
 
 
 def forms_of(model) -> tuple[set[Form], Form]:
-    """The forms of a model's blocks, and of its LM head."""
     forms = {it.form for it in model.layers.modules() if isinstance(it, KernelLinear)}
     return forms, getattr(model.lm_head, "linear", model.lm_head).form
 

@@ -58,7 +58,6 @@ class CpuPool(GraphPool):
 
 
 TWINS = {"math": attend_masked, "flash": partial(attend_flash, flash_kernel, attend_masked)}
-"""Backends that need no compiler."""
 
 
 @pytest.fixture
@@ -103,7 +102,6 @@ def as_on_a_gpu(model, backend=attend_masked):
 
 CONFIG = tiny_config(num_layers=5)
 TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
-"""Bytes of K and V of a token in one layer."""
 
 
 def offloaded(

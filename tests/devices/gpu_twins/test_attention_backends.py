@@ -25,7 +25,6 @@ from tests.devices.test_attention import oracle, random_case, random_mask
 
 D = 64 if ON_GPU else 16
 TILE = 16
-"""Keys of a tile of the kernel, in float32."""
 BACKENDS = dict(TWINS)
 with suppress(ImportError):
     from minitri.devices.gpu.kernels import flash_decoding
@@ -79,15 +78,12 @@ def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processor
     assert error_of(flash_decoding.attend_short_block, *case) < 1
 
 
-def forgets_masks(*inputs):
-    return attend_masked(*inputs[:4])
-
-
 def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was_asked_for(
     monkeypatch, caplog
 ):
     choose = partial(choose_attention, CPU, torch.float16, tiny_config())
-    for number, (backend, name) in enumerate(((attend_masked, "triton"), (forgets_masks, "math"))):
+    without_masks = lambda *inputs: attend_masked(*inputs[:4])  # noqa: E731
+    for number, (backend, name) in enumerate(((attend_masked, "triton"), (without_masks, "math"))):
         monkeypatch.setattr(attention_backends, "make_backend", lambda name, made=backend: made)
         assert choose().name == name
         assert len(caplog.records) == number

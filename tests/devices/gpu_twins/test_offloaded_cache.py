@@ -21,11 +21,10 @@ from minitri.core.prefill import prefill
 from minitri.core.settings import LONGEST_BLOCK
 from tests.conftest import tiny_model
 from tests.core.policies import policy_of
-from tests.core.rigs import WARM, Rig, near_copy, new_cache, random_prompt
+from tests.core.rigs import Rig, near_copy, new_cache, random_prompt
 from tests.devices.gpu_twins.conftest import (
     CONFIG,
     PROMPTS,
-    SMALL,
     TOKEN,
     Traffic,
     assert_same,
@@ -212,25 +211,3 @@ def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
         ends = [list(prefill(model, prompt, full, b, chunk=16)) for full in (exact, ours)]
         assert ends[0] == ends[1]
         assert_same(ours, exact)
-
-
-@pytest.mark.parametrize(
-    ("window", "chunk", "length"),
-    [(1, 16, 65), (16, 16, 65), (16, 7, 200), (48, 16, 3), (48, 16, 200), (200, 64, 200)],
-)
-def test_the_retrieval_cache_is_the_one_over_a_cache_on_the_device(window, chunk, length):
-    """The latest queries, so the same slots are chosen, and guesses are accepted alike."""
-    settings = {"method": "retrieval", "observation_window": window, "prefill_chunk": chunk}
-    settings |= {"sampling": WARM, "num_new": 24, "rebuild_stride": 5, **SMALL}
-    model, prompts = tiny_model(CONFIG), [PROMPT[:length]]
-    ours, theirs = (Rig(model, prompts, full=full, **settings) for full in (offloaded(1, 1), None))
-    ours.start()
-    theirs.start()
-    while any(theirs.cascade.active):
-        held = theirs.small.lengths[0]
-        for name in ("keys", "values"):
-            assert torch.equal(*(getattr(rig.small, name)[..., :held, :] for rig in (ours, theirs)))
-        ours.step()
-        theirs.step()
-    assert ours.new_tokens() == theirs.new_tokens()
-    assert ours.stats.num_rebuilds == theirs.stats.num_rebuilds

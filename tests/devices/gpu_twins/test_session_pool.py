@@ -78,7 +78,6 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
 
 
 def begin(engine, lengths, num_events: int):
-    """A run that is under way."""
     prompts = [random_prompt(engine.config, n) for n in lengths]
     how = {"sampling": WARM, "generation": GenerationConfig(65), "speculation": TRIFORCE}
     run = engine.generate(prompts, **how)

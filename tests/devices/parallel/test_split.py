@@ -29,7 +29,6 @@ SHAPES = {
     "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
 SECONDS = 60
-"""After which a rank whose others do not come is alone."""
 
 
 class ThreadRanks(RankGroup):
@@ -56,7 +55,6 @@ class ThreadRanks(RankGroup):
 
 
 def on_ranks(count, work):
-    """What every rank makes of its work."""
     sent, barrier = [None] * count, threading.Barrier(count)
 
     def run(rank):
@@ -93,15 +91,10 @@ def test_norms_over_all_heads_are_not_split():
     assert tiny_config(joint_norm=True).share(1).joint_norm
 
 
-def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0():
+def test_memory_is_the_least_of_all_ranks_and_an_answer_that_of_rank_0():
     assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
     assert on_ranks(2, lambda ranks: ranks.ask_first(lambda: ranks.rank)) == [0, 0]
-    with pytest.raises(ZeroDivisionError):
-        on_ranks(2, lambda ranks: ranks.ask_first(lambda: 1 // ranks.rank))
-    on_ranks(2, lambda ranks: ranks.check_same("things", 1))
     assert float(Ranks().sum(torch.ones(()))) == 1
-    with pytest.raises(InputError, match="different things"):
-        on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
 
 
 @pytest.mark.parametrize(("count", "rank"), [("x", "0"), ("2", None), ("2", "y")])

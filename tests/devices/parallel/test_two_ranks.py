@@ -43,15 +43,11 @@ RUNS["tree, shaped"] = settings_of("triforce", 12, SHAPED, **SMALL, **TREE)
 RUNS["tree, independent"] = settings_of("triforce", 12, WARM, **SMALL, **TREE)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def start(program: list[str]) -> list[subprocess.Popen]:
     """Two ranks, as torchrun would start them."""
-    shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     command, ranks = [sys.executable, "-m", *program], []
     for name in "01":
         env = os.environ | shared | {"RANK": name, "LOCAL_RANK": name}

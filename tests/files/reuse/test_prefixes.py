@@ -2,24 +2,20 @@
 
 import functools
 import itertools
-import math
 
 import pytest
-import torch
 
 from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig
 from minitri.core.caches.full import FullCache
-from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
 from tests.conftest import ends_of, tiny_engine
 from tests.core.policies import policy_of
-from tests.core.rigs import new_cache, random_prompt, tiny_config
+from tests.core.rigs import random_prompt
 from tests.devices.gpu_twins.conftest import offloaded
 
 WARM = SamplingParams(0.9, 30)
 SIZES = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=3, **SIZES)
-TREE = SpeculationConfig("triforce", tree="2x2", **SIZES)
 
 
 def say(engine, prompts, speculation=TRIFORCE, num_new=12, sampling=WARM, seed=0, **settings):
@@ -117,30 +113,6 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
     assert fresh(engine, [prompt])[0] == again
 
 
-@pytest.mark.parametrize("taken_by", [0, 1])
-@pytest.mark.parametrize("adopted", ["", "in place", "in a larger cache"])
-def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
-    """All that are guarded, once, and again after another prefix cache has taken the text over."""
-    full, text = new_cache(tiny_config(), 2, 64), list(range(31))
-    for slots in (full.keys, full.values):
-        slots.normal_(generator=torch.Generator().manual_seed(0))
-    exact = [slots.clone() for slots in full.tokens(0, 0, 30)]
-    full.advance([30, 0])
-    prefix = PrefixCache(full, 5, reuses_generated=True)
-    prefix.keep(0, text)
-    full.reset(0)
-    full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
-    if adopted:
-        old, full = prefix, full if adopted == "in place" else new_cache(tiny_config(), 2, 128)
-        prefix = PrefixCache(full, 5, reuses_generated=True)
-        prefix.adopt(old)
-        full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
-    texts = [text if b == taken_by else [] for b in range(2)]
-    assert prefix.take(taken_by, texts, 40) == 30
-    for ours, wanted in zip(full.tokens(taken_by, 0, 30), exact, strict=True):
-        assert torch.equal(ours, wanted)
-
-
 def test_a_cache_in_host_memory_serves_too_but_not_after_ctrl_c_in_a_step(monkeypatch):
     """After which buffers and ring may be half written. The document is longer than the ring."""
     engine, settings = tiny_engine(), {"offload": True, "on_chip": 1}
@@ -156,31 +128,22 @@ def test_a_cache_in_host_memory_serves_too_but_not_after_ctrl_c_in_a_step(monkey
     assert say(engine, prompts, **settings) == (again, [0, 196])
 
 
-def start(engine, batch_size=2):
-    generation = GenerationConfig(reserve=128, prefill_chunk=16)
-    return engine.open(batch_size=batch_size, generation=generation, speculation=TREE)
-
-
-def request(engine, number: int) -> Request:
-    prompt = random_prompt(engine.config, 20 + 9 * number, seed=number)
-    sampling = (SamplingParams(), SamplingParams(0.9, 30))[number % 2]
-    return Request(prompt, number, sampling, GenerationConfig(12, ignore_eos=True))
-
-
-def until_idle(run) -> list:
-    return list(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
-
-
 def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
     """Whether it runs or waits; if its prompt is being read, no more of that is."""
-    with start(engine, batch_size=1) as run:
-        first, second, third = (run.submit(request(engine, number)) for number in range(3))
+
+    def ask(length: int) -> int:
+        prompt = random_prompt(engine.config, length, seed=length)
+        return run.submit(Request(prompt, 0, WARM, max_new_tokens=12, ignore_eos=True))
+
+    how = {"reserve": 128, "prefill_chunk": 16, "method": "triforce", "tree": "2x2", **SIZES}
+    with engine.open(batch_size=1, **how) as run:
+        first, second, third = map(ask, (20, 29, 38))
         tokens = (event for event in run if isinstance(event, Token))
         assert [event.row for event in itertools.islice(tokens, 3)] == [first] * 3
         run.cancel(first)
         run.cancel(second)
-        events = until_idle(run)
-        fourth = run.submit(request(engine, 8))
+        events = [*itertools.takewhile(lambda event: not isinstance(event, Idle), run)]
+        fourth = ask(92)
         assert next(run).num_done == 16
         run.cancel(fourth)
         assert isinstance(next(run), Idle)

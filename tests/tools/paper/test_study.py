@@ -13,12 +13,10 @@ from tools.paper.scale import SCALES
 
 @pytest.fixture
 def run(call):
-    """The program with tiny sizes."""
     return partial(call, program.main, "--scale", "tiny")
 
 
 def written() -> dict[str, bytes]:
-    """The pages and pictures of the study in this folder."""
     files = [file for file in Path("study").iterdir() if file.suffix in {".html", ".md", ".png"}]
     return {file.name: file.read_bytes() for file in files}
 
