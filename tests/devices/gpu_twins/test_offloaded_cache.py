@@ -168,6 +168,7 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
     settings = {"policy": policy_of(policy), "budget": 24, "rebuild_stride": 1, "gamma2": 2}
     settings |= {"full": full, "method": "retrieval", "num_new": 20}
+    full.layers = None  # which would fetch all of them once more
     traffic = []
 
     def note(rig) -> None:
