@@ -2,9 +2,10 @@
 
 Launches cost a microsecond or two each. `torch.compile` makes one kernel each of a residual
 addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
-sizes of 1: a few kernels serve all blocks and models.
+sizes of 1 and of weights. As all tokens are one dimension, two kernels, compiled at boot, serve all
+blocks of a model: PyTorch compiles a function at most 8 times.
 
-Legend: B batch, T tokens, E hidden size, H or X heads, D head dim.
+Legend: B batch, T tokens, M = B T, E hidden size, H heads, D head dim.
 """
 
 import os
@@ -30,9 +31,9 @@ def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[T
     return total, torch.rms_norm(total, weight_E.shape, weight_E, eps)
 
 
-def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotate(x_MHD: Tensor, cos_M1D: Tensor, signed_sin_M1D: Tensor) -> Tensor:
     """Rotates all heads by their positions (RoPE); `compiled` makes one kernel of this."""
-    return Rotary(cos, signed_sin).rotate(x_BTXD)
+    return Rotary(cos_M1D, signed_sin_M1D).rotate(x_MHD)
 
 
 @cache
@@ -42,28 +43,30 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedRotary(Rotary):
-    """Rotary embedding by one compiled kernel."""
+    """Rotary embedding by one compiled kernel; cosines and sines are (M, 1, D)."""
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
-        return compiled(rotate)(x_BTHD, self.cos, self.signed_sin)
+        return compiled(rotate)(x_BTHD.flatten(0, 1), self.cos, self.signed_sin).view_as(x_BTHD)
 
 
 class FusedLayers(Layers):
     """All transformer blocks; a block's first kernel adds the MLP output of the block before."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        shared = replace(shared, rotary=FusedRotary(shared.rotary.cos, shared.rotary.signed_sin))
+        turns = (shared.rotary.cos, shared.rotary.signed_sin)
+        shared = replace(shared, rotary=FusedRotary(*(it.flatten(0, 1) for it in turns)))
         add = compiled(add_norm)
-        change_BTE = torch.zeros_like(x_BTE)
+        x_ME = x_BTE.flatten(0, 1)
+        change_ME = torch.zeros_like(x_ME)
         for number, layer in enumerate(self):
             assert isinstance(layer, Layer)
             norm = layer.input_layernorm
-            x_BTE, normed_BTE = add(x_BTE, change_BTE, norm.weight, norm.eps)
-            mixed_BTE = layer.self_attn.forward(normed_BTE, number, shared)
+            x_ME, normed_ME = add(x_ME, change_ME, norm.weight, norm.eps)
+            mixed_BTE = layer.self_attn.forward(normed_ME.view_as(x_BTE), number, shared)
             norm = layer.post_attention_layernorm
-            x_BTE, normed_BTE = add(x_BTE, mixed_BTE, norm.weight, norm.eps)
-            change_BTE = layer.mlp.down_proj(compiled(gate)(layer.mlp.gate_up_proj(normed_BTE)))
-        return x_BTE + change_BTE
+            x_ME, normed_ME = add(x_ME, mixed_BTE.flatten(0, 1), norm.weight, norm.eps)
+            change_ME = layer.mlp.down_proj(compiled(gate)(layer.mlp.gate_up_proj(normed_ME)))
+        return (x_ME + change_ME).view_as(x_BTE)
 
 
 def fuse_if_possible(model: Llama) -> Llama:
@@ -82,14 +85,15 @@ def check_kernels(model: Llama) -> None:
     """Raises an error if a kernel cannot be compiled, or differs from its plain function."""
     tolerance = TOLERANCES[model.dtype]
     generator = torch.Generator().manual_seed(0)
-    for T in (1, 3):
-        x_BTXD = torch.randn(1, T, 6, 64, generator=generator).to(model.device, model.dtype)
-        x_BTE = x_BTXD.flatten(2)
-        angles = x_BTXD[:, :, :1].float()
+    for M in (1, 3):
+        x_MXD = torch.randn(M, 9, 64, generator=generator).to(model.device, model.dtype)
+        x_MHD = x_MXD[:, :6]  # a part, as in a model: kernels depend on that
+        x_ME = torch.randn(M, model.config.hidden_size, generator=generator).to(x_MHD)
+        angles = x_MHD[:, :1].float()
         for function, *inputs in (
-            (add_norm, x_BTE, x_BTE.flip(2), x_BTE[0, 0].abs(), model.norm.eps),
-            (gate, x_BTE),
-            (rotate, x_BTXD, angles.cos(), angles.sin()),
+            (add_norm, x_ME, x_ME.flip(1), model.norm.weight, model.norm.eps),
+            (gate, x_ME),
+            (rotate, x_MHD, angles.cos(), angles.sin()),
         ):
             got = compiled(function)(*inputs)
             torch.testing.assert_close(got, function(*inputs), rtol=tolerance, atol=tolerance)

@@ -1,6 +1,8 @@
 """A copy in 4 or 8 bits guesses with the retrieval cache: its kernel, here interpreted, equals the
 plain formula. The network with compiled kernels between its matrices equals the plain one."""
 
+import functools
+import itertools
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from minitri.core.errors import InputError
+from minitri.core.model.block import read_block
 from minitri.core.model.execution import Execution
 from minitri.core.model.llama import Layers, Llama
 from minitri.core.roofline import GROUP, copy_bytes
@@ -17,7 +20,7 @@ from minitri.devices.gpu.fused_modules import FusedLayers, check_kernels, fuse_i
 from minitri.devices.gpu.quantized_copies import copy_in_few_bits, dequantize, quantize
 from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
-from tests.core.rigs import Rig, random_prompt, tiny_config
+from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU
 from tests.devices.gpu_twins.test_attention_backends import needs_triton
 
@@ -109,6 +112,25 @@ def test_the_network_adds_and_norms_in_another_order_only(monkeypatch):
     (text, *slots), (other_text, *other_slots) = found
     assert text == other_text
     assert all(map(torch.equal, slots, other_slots))
+
+
+@pytest.mark.slow
+def test_a_boot_compiles_all_that_prompts_and_batches_need(monkeypatch):
+    """For each of two models two kernels with a norm, by one row or more; RoPE and SiLU for both.
+    PyTorch runs a function uncompiled that it has compiled 8 times."""
+    made, models = [], []
+    backend = lambda module, _: made.append(module) or module.forward  # noqa: E731
+    compiled = functools.cache(functools.partial(torch.compile, dynamic=True, backend=backend))
+    monkeypatch.setattr(fused_modules, "compiled", compiled)
+    for changes in ({}, {"hidden_size": 96, "rms_norm_eps": 1e-5}):
+        models.append(tiny_model(tiny_config(**changes)))
+        check_kernels(models[-1])
+    assert len(made) == 8
+    with torch.inference_mode():
+        for model, B, T in itertools.product(models, (1, 3), (30, 1, 4)):
+            fused = replace_modules(model, {Layers: FusedLayers})
+            read_block(fused, [[1] * T] * B, new_cache(model.config, B, 64))
+    assert len(made) == 8
 
 
 def test_a_wrong_kernel_fails_the_test_of_every_boot(monkeypatch):
