@@ -3,7 +3,8 @@
 A backend reads row lengths on the device, so that a CUDA graph can capture it: `triton`, our own
 kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-attn package, which
 takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
-work. Longer blocks, which only a prefill has, go to PyTorch with lengths on the host.
+work. Longer blocks, which only a prefill has, go to PyTorch's FlashAttention-2; where that does not
+work, as in float32, the backend reads them in pieces.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.log import log
-from minitri.core.model.attention import block_mask, row_by_row
+from minitri.core.model.attention import block_mask
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.kernels import problem_with
 
@@ -76,8 +77,7 @@ def attend_flash(
 
 @dataclass(frozen=True)
 class GpuAttention:
-    """Attention of a model on a GPU: a backend for short blocks, PyTorch's kernel for others.
-    The latter is one fused kernel over prefix and block."""
+    """Attention of a model on a GPU: a backend for short blocks, FlashAttention-2 for others."""
 
     backend: Backend = attend_masked
     name: str = "math"
@@ -91,25 +91,21 @@ class GpuAttention:
         mask_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
+        slots = (keys_BKSD, values_BKSD)
         if lengths_B is not None:
-            return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
+            return self.backend(q_BTHD, *slots, lengths_B, mask_TT)
         assert mask_TT is None
-        if min(prefix_lengths) < max(prefix_lengths):
-            return row_by_row(self, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
-        from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
-
-        T, H = q_BTHD.shape[1:3]
-        K = keys_BKSD.shape[1]
-        end = prefix_lengths[0] + T
-        k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
-        if q_BTHD.dtype == torch.float32:
-            # The only fused kernel for float32 knows no groups of heads; K and V are repeated.
-            k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        mask = causal_lower_right(T, end) if T > 1 else None
-        is_grouped = k_BKSD.shape[1] < H
-        q_BHTD = q_BTHD.transpose(1, 2)
-        return attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped).transpose(1, 2)
+        is_known = q_BTHD.dtype != torch.float32 and q_BTHD.shape[3] in range(8, 257, 8)
+        if is_known and torch.cuda.get_device_capability(q_BTHD.device) >= (8, 0):
+            [length] = {*prefix_lengths}
+            valid = (part[:, :, : length + q_BTHD.shape[1]] for part in slots)
+            # Its rule begins at the last slot; with a mask, PyTorch would choose another kernel.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q_BTHD.transpose(1, 2), *valid, is_causal=True)[0].transpose(1, 2)
+        lengths_B = torch.tensor(prefix_lengths, device=q_BTHD.device)
+        pieces = enumerate(q_BTHD.split(LONGEST_BLOCK, 1))
+        outs = [self.backend(q, *slots, lengths_B + i * LONGEST_BLOCK, None) for i, q in pieces]
+        return torch.cat(outs, 1)
 
 
 def make_backend(name: str) -> Backend:

@@ -91,14 +91,27 @@ def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was
         choose(wanted="triton")
 
 
-def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
-    """Every call has as many K and V heads as query heads: scores of long prompts would not fit."""
-    watched = Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    attention_backends.GpuAttention()(*random_case(1, (70, 70), H=6, K=2, D=16))
-    [call] = watched.call_args_list
-    assert [slots.shape[1] for slots in call.args] == [6, 6, 6]
-    assert not call.kwargs["enable_gqa"]
+def long_flash_kernel(q_BHTD, k_BKSD, v_BKSD, *, is_causal):
+    """What `aten._scaled_dot_product_flash_attention` promises: it is causal at the last slot."""
+    assert is_causal
+    assert q_BHTD.shape[3] % 8 == 0
+    assert q_BHTD.dtype == torch.float16
+    num_before = k_BKSD.shape[2] - q_BHTD.shape[2]
+    return [attend_math(q_BHTD.transpose(1, 2), k_BKSD, v_BKSD, [num_before]).transpose(1, 2)]
+
+
+@pytest.mark.parametrize("prefix", [0, 70])
+def test_long_blocks_reach_the_flash_kernel_or_the_backend_in_pieces(prefix, monkeypatch):
+    """No mask is made, and PyTorch chooses nothing."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", Mock(side_effect=AssertionError))
+    aten = torch.ops.aten
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(aten, "_scaled_dot_product_flash_attention", long_flash_kernel)
+    for dtype, D in ((torch.float16, 16), (torch.float16, 20), (torch.float32, 16)):
+        *tensors, lengths = random_case(300, (prefix,), H=6, K=2, D=D, dtype=dtype)
+        got = attention_backends.GpuAttention()(*(it.to(DEVICE) for it in tensors), lengths)
+        assert (got.cpu() - oracle(*tensors, lengths)).abs().max() < TOLERANCES[dtype]
 
 
 FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real size, or of heads
