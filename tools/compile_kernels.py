@@ -63,9 +63,9 @@ def attention_cases(dtype: str) -> Iterator[Case]:
     types |= {"lengths": "*i64", "block_mask": "*i1", "scale": "fp32"}
     types |= dict.fromkeys(("outs", "lses"), "*fp32")
     number_type = torch.float32 if dtype == "fp32" else torch.bfloat16
-    for D, num_rows, has_mask in itertools.product((64, 128), (1, 32, 64), (False, True)):
+    for D, num_rows, has_mask in itertools.product((64, 80, 128), (1, 32, 64), (False, True)):
         constants = tile_sizes(num_rows, number_type, has_mask=has_mask)
-        constants |= {"D": D, "HAS_MASK": has_mask}
+        constants |= {"HEAD": D, "D": 64 if D == 64 else 128, "HAS_MASK": has_mask}
         name = f"attention, {num_rows} rows, D={D}{', tree' * has_mask}"
         yield Case(name, attend_piece, types, constants, is_pipelined=True)
     for D in (64, 128):

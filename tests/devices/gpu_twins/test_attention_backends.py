@@ -3,7 +3,7 @@ FlashAttention has a stand-in."""
 
 from contextlib import suppress
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -48,13 +48,19 @@ def error_of(backend, q, keys, values, lengths, rows=slice(None), mask=None) -> 
 
 @ours
 @pytest.mark.parametrize(
-    ("T", "heads", "prefixes"),
-    [(1, (2, 2), (0, TILE - 1, 90)), (3, (6, 2), (TILE - 3, 2 * TILE)), (7, (5, 1), (TILE + 5,))],
+    ("T", "heads", "prefixes", "D"),
+    [
+        (1, (2, 2), (0, TILE - 1, 90), D),
+        (3, (6, 2), (TILE - 3, 2 * TILE), D),
+        (7, (5, 1), (TILE + 5,), D),
+        (3, (4, 2), (TILE + 5,), 5 * D // 4),
+    ],
 )
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_every_backend_equals_the_oracle(is_tree, T, heads, prefixes, backend):
+def test_every_backend_equals_the_oracle(is_tree, T, heads, prefixes, D, backend):
     """Ragged rows, texts that end around the border of a tile, more rows than one; NaN after. Of
-    larger tensors a part is read where it lies, of trees tokens first as in a staging buffer."""
+    larger tensors a part is read where it lies, of trees tokens first as in a staging buffer. Heads
+    need not be a power of two."""
     q, *slots, lengths = random_case(T, (9, *prefixes), *heads, D=D)
     q = torch.cat((q * torch.nan, q), 2)[:, :, heads[0] :]
     keys, values = (torch.cat((it, it * torch.nan), 1)[:, : heads[1]] for it in slots)
@@ -112,6 +118,20 @@ def test_long_blocks_reach_the_flash_kernel_or_the_backend_in_pieces(prefix, mon
         *tensors, lengths = random_case(300, (prefix,), H=6, K=2, D=D, dtype=dtype)
         got = attention_backends.GpuAttention()(*(it.to(DEVICE) for it in tensors), lengths)
         assert (got.cpu() - oracle(*tensors, lengths)).abs().max() < TOLERANCES[dtype]
+
+
+@needs_triton
+def test_a_long_row_among_short_ones_is_read_by_several_programs(monkeypatch):
+    grids = {}
+    for name in ("attend_piece", "merge_pieces"):
+        launch = MagicMock()
+        launch.__getitem__.side_effect = lambda grid, name=name: (
+            grids.update({name: grid}) or Mock()
+        )
+        monkeypatch.setattr(flash_decoding, name, launch)
+    q, *slots, lengths = random_case(1, (4096, 3, 3), H=8, K=8)
+    flash_decoding.attend_short_block(q, *slots, torch.tensor(lengths))
+    assert grids["attend_piece"] == (1, 8, 24)
 
 
 FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real size, or of heads

@@ -2,8 +2,8 @@
 
 Every byte of the KV cache should be read once, by all multiprocessors (FlashDecoding). The query
 heads of a KV head and the tokens of the block are rows of one tile. Prefix and block are cut in
-pieces, one for each program; a second kernel merges their results. Heads have 16, 32, 64, ...
-numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU, which is how the tests check it.
+pieces, one for each program; a second kernel merges their results. D is rounded up to a power of
+two. With `TRITON_INTERPRET=1` the same code runs on a CPU, which is how tests check it.
 
 Legend: B batch, S slots, K KV heads, H heads, G = H / K, D head dim, T tokens, R = G T, P pieces.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 NUM_KEYS = 64  # keys that a program reads at a time
 MAX_ROWS = 64  # rows of queries per program; another program with more rows reads K and V again
 MAX_PIECES = 128  # pieces of a prefix, each for one program
+MIN_PIECES = 8  # of each row of a batch, which may be much longer than the others
 PROGRAMS_PER_PROCESSOR = 2  # programs at once, by the shared memory that prefetching takes
 
 # Arguments that vary from call to call: Triton must not compile a kernel for each value.
@@ -28,8 +29,8 @@ RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
 def attend_piece(  # type: ignore[no-untyped-def]
     q, keys, values, lengths, block_mask, outs, lses, scale, T, G, num_kv_heads, num_pieces,
-    q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    HEAD: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Triton kernel: attention of one KV head to one piece of its keys; (R, D) and log-sum-exps.
 
@@ -47,10 +48,11 @@ def attend_piece(  # type: ignore[no-untyped-def]
 
     rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, D)
+    is_dim = (dims < HEAD)[None, :]
     t = rows % T
     is_row = rows < G * T
     from_q = q + b * q_b + t * q_t + (k * G + rows // T) * q_h
-    tile_RD = tl.load(from_q[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    tile_RD = tl.load(from_q[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
     most = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out_RD = tl.zeros([ROWS, D], tl.float32)
@@ -59,7 +61,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
         far = slots.to(tl.int64)[:, None] * kv_s  # 2^18 slots of 2^13 numbers exceed 32 bits
         places = b * kv_b + k * kv_h + far + dims[None, :]
         is_there = slots < last
-        keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
+        keys_SD = tl.load(keys + places, mask=is_there[:, None] & is_dim, other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
         if HAS_MASK:
             is_block = (slots >= length) & is_there
@@ -74,7 +76,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
         probs_RS = tl.exp2(scores_RS - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(probs_RS, 1)
-        values_SD = tl.load(values + places, mask=is_there[:, None], other=0.0)
+        values_SD = tl.load(values + places, mask=is_there[:, None] & is_dim, other=0.0)
         probs_RS = probs_RS.to(values_SD.dtype)
         out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
@@ -134,7 +136,8 @@ def attend_short_block(
     mask_TT: Tensor | None = None,
 ) -> Tensor:
     """The `triton` backend: attention (B, T, H, D) to prefix and block; causal if no `mask_TT`."""
-    B, T, H, D = q_BTHD.shape
+    B, T, H, head_dim = q_BTHD.shape
+    D = triton.next_power_of_2(head_dim)
     K = keys_BKSD.shape[1]
     R = H // K * T
     assert keys_BKSD.stride() == values_BKSD.stride()
@@ -144,17 +147,17 @@ def attend_short_block(
     sizes = tile_sizes(R, q_BTHD.dtype, has_mask=has_mask)
     num_tiles = triton.cdiv(R, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(q_BTHD.device) // (B * K * num_tiles)
-    P = min(MAX_PIECES, max(1, wanted))
+    P = min(MAX_PIECES, max(1 if B == 1 else MIN_PIECES, wanted))
     outs = q_BTHD.new_empty(B, K, P, R, D, dtype=torch.float32)
     lses = q_BTHD.new_empty(B, K, P, R, dtype=torch.float32)
-    out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
-    scale = math.log2(math.e) / math.sqrt(D)
+    out_BTHD = q_BTHD.new_empty(B, T, H, D)
+    scale = math.log2(math.e) / math.sqrt(head_dim)
     tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, block_mask, outs, lses)
     counts = (T, H // K, K, P)
     strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
     with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current GPU
         attend_piece[num_tiles, P, B * K](
-            *tensors, scale, *counts, *strides, D=D, HAS_MASK=has_mask, **sizes
+            *tensors, scale, *counts, *strides, HEAD=head_dim, D=D, HAS_MASK=has_mask, **sizes
         )
         merge_pieces[B * K, R](outs, lses, out_BTHD, *counts, PIECES=triton.next_power_of_2(P), D=D)
-    return out_BTHD
+    return out_BTHD[..., :head_dim]
