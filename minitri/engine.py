@@ -15,7 +15,6 @@ from torch import Tensor
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
-from minitri.core.graphs import most_filters
 from minitri.core.memory import MemoryPool, Models, check_process, computing
 from minitri.core.model.llama import Llama
 from minitri.core.requests import End, Event, Prompt, Request, RequestState, check_run, settings_of
@@ -193,9 +192,9 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Generation:
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
-        A row has room for `generation.reserve` tokens, by default 4096 or the context. With
-        captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
-        A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
+        A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
+        requests run faster whose top-k and kinds of filters are those of `sampling`. A request that
+        fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
         generation = generation or GenerationConfig()
@@ -240,7 +239,9 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        sampling = most_filters([request.sampling for request in requests], self.model, generation)
+        # Captured graphs apply the filters of one request, if possible above temperature 0.
+        wanted = [request.sampling for request in requests]
+        sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)
@@ -265,9 +266,7 @@ class Engine(AbstractContextManager["Engine"]):
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         generation = generation.for_run(min(room, self.config.context_length))
         speculation = replace(speculation, timed=not speculation.coupled)
-        if self.model.device.type != "cuda":  # without captured graphs any filters may share a run
-            sampling = SamplingParams()
-        shape = MemoryShape((1,) * MAX_ROWS, sampling, generation, speculation)
+        shape = MemoryShape((1,) * MAX_ROWS, self.sampling_defaults, generation, speculation)
         return self._worker, state.request, shape
 
     @property

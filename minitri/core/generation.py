@@ -14,7 +14,6 @@ from typing import Any
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import GrammarError, InputError, NotFiniteError
-from minitri.core.graphs import check_filters
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import End, Event, Idle, PrefillProgress, Request, RequestState
@@ -52,13 +51,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         with computing(pool.models):
             self._stack = stack = Stack(pool.acquire(shape, prompts), shape, is_open=is_open)
         self.stats = stack.stats
-        self._scheduler = Scheduler(
-            rows,
-            shape,
-            is_open=is_open,
-            is_offloaded=stack.memory.full.is_hosted,
-            is_captured=stack.memory.graphs is not None,
-        )
+        is_offloaded = stack.memory.full.is_hosted
+        self._scheduler = Scheduler(rows, shape, is_open=is_open, is_offloaded=is_offloaded)
         self._events = self._run(stack)
         pool.runs.add(self)  # so that `Engine.close` ends it
 
@@ -121,7 +115,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def submit(self, request: Request) -> int:
         """Adds a request to an open run, between two events; returns its number, `row` in events.
-        Raises `InputError` if it is too long, or captured graphs have other filters."""
+        Raises `InputError` if it is too long."""
         if not self._prepare:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         state = self._prepare(self._num_requests, request)
@@ -132,9 +126,6 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        if request.sampling.temperature > 0:
-            where = (self._pool.models.target, self.shape.generation)
-            check_filters(self.shape.sampling, request.sampling, *where)
         self._num_requests += 1
         self._scheduler.add(state)
         return state.number

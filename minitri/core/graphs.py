@@ -13,8 +13,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from minitri.core.errors import InputError, shorten
-from minitri.core.model.llama import Llama
-from minitri.core.settings import GenerationConfig, SamplingParams
 
 NUM_WARMUPS = 2  # before a capture: libraries choose kernels and allocate their workspaces
 
@@ -91,30 +89,3 @@ class GraphPool:
 def clear_workspaces() -> None:
     """Frees cuBLAS's workspaces, as a capture must allocate new ones in the memory of its graph."""
     torch._C._cuda_clearCublasWorkspaces()
-
-
-def most_filters(
-    wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
-) -> SamplingParams:
-    """Chooses from `wanted` the settings with the most filters, to capture CUDA graphs with.
-    If possible above temperature 0. Raises `InputError` if the others cannot be applied then."""
-    sampled = [sampling for sampling in wanted if sampling.temperature > 0]
-    most = max(sampled or wanted[:1], key=lambda sampling: sampling.form)
-    for sampling in sampled:
-        check_filters(most, sampling, model, generation)
-    return most
-
-
-def check_filters(
-    captured: SamplingParams, wanted: SamplingParams, model: Llama, generation: GenerationConfig
-) -> None:
-    """Raises `InputError` if graphs captured with some filters cannot apply the `wanted` ones.
-    They have one top-k, and no filter that is off goes on. Neutral numbers switch others off."""
-    top_k, *others = zip(wanted.form, captured.form, strict=True)
-    has_all = top_k[0] == top_k[1] and all(is_wanted <= is_on for is_wanted, is_on in others)
-    if not has_all and model.device.type == "cuda" and generation.cuda_graphs:
-        raise InputError(
-            f"captured graphs have filters of one kind, got {captured} and {wanted}",
-            "give every request the same kinds",
-            "switch them off with cuda_graphs=False",
-        )

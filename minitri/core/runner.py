@@ -2,7 +2,7 @@
 
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
-Legend: B rows, T tokens, N guesses, Q = B N, E hidden size, V vocab, L layers, H heads, D dim;
+Legend: B rows, T tokens, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
 packed_4BT: each block token's id [0], position [1] and slot [2]; [3, b, :N + 1] are the places in
 the block of row b's last token and of its guesses, where outputs are read.
 """
@@ -35,13 +35,13 @@ class Passes:
     model: Llama
     cache: Cache
     sampling: SamplingParams
-    """Graphs freeze top-k and which filters are on, and read other values from `numbers_3`."""
+    """Graphs freeze top-k and which filters are on, and read other values from `numbers_B3`."""
     vocab_size: int  # of the target, and so of every distribution
     queries_LBTHD: Tensor | None = None  # filled with rotated queries of the latest block
 
     def __post_init__(self) -> None:
-        numbers_3 = torch.tensor(self.sampling.numbers, dtype=torch.float64)
-        self.numbers_3 = numbers_3.to(self.model.device)
+        rows = [self.sampling.numbers] * len(self.cache.lengths)
+        self.numbers_B3 = torch.tensor(rows, dtype=torch.float64, device=self.model.device)
 
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
@@ -67,9 +67,9 @@ class Passes:
         return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
     def probs(self, logits_BNV: Tensor) -> Tensor:
-        """Distributions (B, N, V) of logits; temperature, top-p and min-p are in `numbers_3`."""
-        probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.sampling, self.numbers_3)
-        return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
+        """Distributions (B, N, V) of logits; temperature, top-p and min-p are in `numbers_B3`."""
+        probs_BNV = probs_by_tensor(logits_BNV, self.sampling, self.numbers_B3)
+        return pad_vocabulary(probs_BNV, self.vocab_size)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
@@ -193,13 +193,19 @@ class ModelRunner:
         filtered_BNV = logits_BNV
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
-        if self.graphs:
+        if self.graphs and self.has_captured_filters:
             # Cloned, as the next run of any graph overwrites its output.
             probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()
         else:
             probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
             probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
         return Output(probs_BNV, logits_BNV, filtered_BNV)
+
+    @property
+    def has_captured_filters(self) -> bool:
+        """Whether captured graphs can apply the filters of all rows."""
+        form = self.passes.sampling.form
+        return all(row.temperature == 0 or row.form == form for row in self.sampling)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Called before a step: shows cache and text filters what the last step has committed."""
@@ -210,6 +216,7 @@ class ModelRunner:
 
     def reset(self, b: int) -> None:
         self.cache.reset(b)
+        self.sampling[b] = SamplingParams()  # greedy, which captured passes can always apply
         self.text_filters[b] = None
 
     def of_rows(self, rows: slice) -> Self:
@@ -227,9 +234,8 @@ class ModelRunner:
     def set_sampling(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
-        """Sets the filters of row b; captured passes apply the same `sampling` to all rows."""
+        """Sets the filters of row b."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
         if self.graphs:
-            self.sampling = [sampling] * len(self.sampling)
-            self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
+            self.passes.numbers_B3[b] = torch.tensor(sampling.numbers, dtype=torch.float64)

@@ -27,10 +27,9 @@ class Scheduler:
         *,
         is_open: bool = False,
         is_offloaded: bool = False,
-        is_captured: bool = False,
     ) -> None:
         """Queues these requests, which others may follow if `is_open`.
-        `is_offloaded`: K and V are in host memory. `is_captured`: graphs make rows sample alike."""
+        `is_offloaded`: K and V are in host memory."""
         self.admitted: dict[int, RequestState] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
@@ -42,7 +41,6 @@ class Scheduler:
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
-        self._is_captured = is_captured
         self._waiting = dict.fromkeys(requests, 0)  # each with the admissions before it came
         self._num_admitted = 0
         self._num_chunks = 0
@@ -84,11 +82,7 @@ class Scheduler:
             is_for_oldest = not self._is_open or count % OLDEST_EVERY == 0
             return num_rows[client], latest, 0 if is_for_oldest else len(state.prompt_ids)
 
-        first = min(waiting, key=rank, default=None)
-        admitted = {state.request.sampling for state in self.admitted.values()}
-        if not first or (self._is_captured and admitted - {first.request.sampling}):
-            return None
-        return first
+        return min(waiting, key=rank, default=None)
 
     def admit(self, b: int, state: RequestState) -> None:
         del self._waiting[state]

@@ -26,11 +26,13 @@ def probs_from_logits(logits_NV: Tensor, sampling: SamplingParams) -> Tensor:
     return filtered_probs(logits_NV, sampling, sampling.numbers, sort_all=logits_NV.is_cuda)
 
 
-def probs_by_tensor(logits_NV: Tensor, sampling: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """Next-token distributions (N, V) of logits, without a host sync, for captured CUDA graphs.
-    `sampling` says which filters are on, `numbers_3` (as `SamplingParams.numbers`) how strong."""
-    probs_NV = filtered_probs(logits_NV, sampling, numbers_3, sort_all=True)
-    return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
+def probs_by_tensor(logits_BNV: Tensor, sampling: SamplingParams, numbers_B3: Tensor) -> Tensor:
+    """Next-token distributions (B, N, V) of logits, without a host sync, for captured CUDA graphs.
+    `sampling` says which filters are on, row b of `numbers_B3` (as `.numbers`) how strong."""
+    temperature, *others = numbers_B3.T[..., None, None]  # each (B, 1, 1)
+    numbers = (temperature.to(logits_BNV.dtype), *others)
+    probs_BNV = filtered_probs(logits_BNV, sampling, numbers, sort_all=True)
+    return torch.where(temperature == 0, greedy_probs(logits_BNV), probs_BNV)
 
 
 def probs_of_rows(

@@ -34,7 +34,8 @@ class DraftRunner(ModelRunner):
         draft_round = self.model.execution.draft_round
         # A call of compiled kernels takes uniform numbers, not noise.
         is_one_call = draft_round and not isinstance(source, CoupledSource)
-        if any(self.text_filters) or not (self.graphs or is_one_call):
+        is_captured = self.graphs and self.has_captured_filters
+        if any(self.text_filters) or not (is_captured or is_one_call):
             return super().draft(sequences, active, N, source)
         starts = [len(sequence) for sequence in sequences]
         numbers_BN = source.numbers([N - 1] * len(starts), starts, active)

@@ -54,10 +54,11 @@ def test_every_combination_of_filters_is_the_distribution_by_definition(
     wanted = torch.tensor(rows, dtype=torch.float64)
     assert (probs_from_logits(logits, params) - wanted).abs().max() < 1e-12
     others = SamplingParams(0.7, top_k, 0.8 if top_p < 1 else 1.0, 0.3 * bool(min_p))
-    for own in (params, SamplingParams(), SamplingParams(0, top_p=0.4)):
-        numbers = torch.tensor(own.numbers, dtype=torch.float64)
-        row = logits.float()
-        assert torch.equal(probs_by_tensor(row, others, numbers), probs_from_logits(row, own))
+    sampling = (params, SamplingParams(), SamplingParams(0, top_p=0.4))  # of three rows of a batch
+    numbers_B3 = torch.tensor([own.numbers for own in sampling], dtype=torch.float64)
+    row = logits.float()
+    found = probs_by_tensor(row.expand(3, 4, 50), others, numbers_B3)
+    assert torch.equal(found, torch.stack([probs_from_logits(row, own) for own in sampling]))
 
 
 @pytest.mark.parametrize("wanted", [SamplingParams(), SamplingParams(0.8, 5, top_p=0.9, min_p=0.1)])
@@ -65,9 +66,10 @@ def test_every_combination_of_filters_is_the_distribution_by_definition(
 def test_logits_that_are_not_finite_give_no_distribution(bad, wanted):
     logits = random_logits(2, 50)
     logits[0, 7] = bad
-    numbers = torch.tensor(wanted.numbers, dtype=torch.float64)
+    numbers_B3 = torch.tensor([wanted.numbers], dtype=torch.float64)
     form = SamplingParams(0.7, 5, top_p=0.8, min_p=0.3)
-    for probs in (probs_by_tensor(logits, form, numbers), probs_from_logits(logits, wanted)):
+    [by_tensor] = probs_by_tensor(logits.unsqueeze(0), form, numbers_B3)
+    for probs in (by_tensor, probs_from_logits(logits, wanted)):
         assert not probs[0].sum().isfinite()
         assert probs[1].sum() == pytest.approx(1)
 

@@ -2,15 +2,13 @@
 What is captured, and when."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from minitri.core.errors import InputError
-from minitri.core.graphs import most_filters
-from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
+from minitri.core.settings import SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
@@ -96,18 +94,6 @@ def test_a_capture_that_fails_is_one_line_and_a_closed_pool_captures_nothing():
     pool.is_capturing = False
     assert pool.run(torch.neg, torch.ones(1)) == -1
     assert pool.num_graphs == 0
-
-
-def test_filters_that_captured_graphs_lack_are_refused():
-    """Where they have more of them, neutral numbers switch these off."""
-    wanted = [SamplingParams(0.6, top_k=5), SamplingParams(0.6, top_p=0.9)]
-    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
-    with pytest.raises(InputError, match="of one kind"):
-        most_filters(wanted, on_gpu, GenerationConfig())
-    for neutral in (SamplingParams(), SamplingParams(1.0, top_p=1.0)):
-        assert most_filters([neutral, wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
-    assert most_filters(wanted, on_cpu, GenerationConfig()) == wanted[0]
-    assert most_filters(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
 
 
 @pytest.mark.parametrize("tree", ["", "1x2"])

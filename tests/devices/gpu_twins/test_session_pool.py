@@ -1,12 +1,13 @@
 """The session pool: keeps shapes and graphs for the next run, and texts it may begin with."""
 
 import gc
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core import memory
 from tests.conftest import texts_of, tiny_engine
 from tests.core.rigs import random_prompt
@@ -75,6 +76,22 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
     assert len(pools) == num_pools
     engine.release()
     assert got == say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
+
+
+@pytest.mark.parametrize("other", [COLD, SamplingParams(0.9, top_p=0.7), SamplingParams(1.0, 5)])
+def test_rows_of_any_filters_decode_at_once_and_say_what_they_say_alone(other, pools):
+    """Captured passes serve all temperatures, 0 too; filters of other kinds act outside."""
+    how = {"speculation": TRIFORCE}
+    engine = gpu_engine()
+    requests = [
+        Request(random_prompt(engine.config, 30), 7, params, max_new_tokens=12, ignore_eos=True)
+        for params in (WARM, other, SamplingParams())
+    ]
+    alone = [texts_of(engine.stream([request], **how))[0] for request in requests]
+    events = [*engine.stream(requests, **how)]
+    rows = [event.row for event in events if isinstance(event, Token)]
+    assert texts_of(events) == alone
+    assert len([*itertools.groupby(rows)]) > 3
 
 
 def begin(engine, lengths, num_events: int):
