@@ -77,7 +77,9 @@ class GraphPool:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            # Other threads may use the GPU meanwhile: another engine, or a user's own model.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode=mode):
                 output = run()
         finally:
             if was_enabled:
