@@ -37,8 +37,8 @@ def load(
     has them in `dtype`; `auto` is native where the compiled kernels run.
     `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
     target's), a copy in `int4` or on a GPU `int8`, or `auto`: int4 with compiled kernels unless the
-    target is quantized, also for the draft model; `drafter`: int4 for that alone. `progress` draws
-    bars. Under torchrun all processes must make the same calls. Raises `InputError`."""
+    target is quantized, also for the draft model, and on a GPU with much room; `drafter`: int4 for
+    that alone. `progress` draws bars. All ranks make the same calls. Raises `InputError`."""
     return OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
         draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,

@@ -71,7 +71,7 @@ def build_parser() -> OneLineParser:
     add_fields(parser, PlanFlags)
     add_flags(parser, "model", "dtype", "draft_weights", "prefill_chunk", "json")
     add_flags(parser, "draft", *SIZES, title="speculation")
-    parser.set_defaults(dtype="bfloat16", draft_weights="same", method="triforce", seed=0)
+    parser.set_defaults(dtype="bfloat16", method="triforce", seed=0)
     return parser
 
 
@@ -107,8 +107,7 @@ def demand_of(args: Namespace) -> Demand:
 
 def site_of(args: Namespace) -> Site:
     """The device to plan for: a GPU by the flags, or else this machine's GPU or CPU."""
-    if args.gpu:
-        site = SITES[args.gpu]
+    if site := SITES.get(args.gpu):
         return site._replace(gib=args.gpu_memory or site.gib)
     name = "a GPU"
     gib = args.gpu_memory
@@ -135,6 +134,8 @@ def run_command(args: Namespace) -> None:
         return
     needs = demand_of(args)
     site = site_of(args)
+    if args.draft_weights == "auto" and site.machine is not CPU:
+        needs = needs.with_default_copy(site.gib * GIB - CONTEXT)
     host_bytes = args.host_memory * GIB / args.gpus
     best = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}

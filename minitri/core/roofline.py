@@ -92,6 +92,11 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
     return num_bytes
 
 
+def default_copy_bits(config: ModelConfig, num_free: float) -> int:
+    """Bits of the copy that guesses on a GPU by default: 4 if KV keeps 9/10 of the free memory."""
+    return 4 if copy_bytes(config, 4) <= num_free / 10 else 0
+
+
 @dataclass(frozen=True)
 class PassCost:
     """Bytes and FLOPs of one forward pass, on each GPU."""

@@ -8,9 +8,11 @@ import torch
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
+from minitri.core.log import log
 from minitri.core.model.attention import Attend
 from minitri.core.model.execution import Ranks
 from minitri.core.model.llama import Llama
+from minitri.core.roofline import default_copy_bits
 from minitri.devices.cpu.draft_round import DraftRound
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.devices.cpu.kernel_layers import quantized_copy
@@ -75,6 +77,14 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """A copy of the target in 4 or 8 bits, to guess with the retrieval cache, or None.
     None: the target itself should guess. Raises `InputError` if a copy cannot be made."""
     has_kernels = model.execution.is_row_invariant
+    if model.device.type == "cuda" and wanted == "auto":
+        least = model.execution.ranks.least  # shares may be uneven
+        bits = default_copy_bits(model.config, least(torch.cuda.mem_get_info(model.device)[0]))
+        try:
+            return copy_in_few_bits(model, bits) if bits else None
+        except InputError as error:
+            log.warning("%s; the target guesses itself", error.message)
+            return None
     if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
         return None
     if model.device.type == "cuda":

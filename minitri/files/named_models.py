@@ -30,8 +30,8 @@ class ModelChoice:
     Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. drafter: the draft model alone in 4 bits. Default: int4 for both where
-    compiled kernels run; a quantized target guesses itself."""
+    the text stays the same. drafter: the draft model alone in 4 bits. Default: int4 where compiled
+    kernels run, for both, and on a GPU with much room; a quantized target guesses itself."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -5,11 +5,11 @@ the first `on_chip` of L layers is on the device, that of the others in host mem
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
-from minitri.core.roofline import copy_bytes, num_weights
+from minitri.core.roofline import copy_bytes, default_copy_bits, num_weights
 from minitri.core.settings import LONGEST_BLOCK, SLIDE, pad_to_stride
 from minitri.core.shape import MemoryShape
 
@@ -56,6 +56,11 @@ class Demand:
         if not generation.offload:
             return [num_layers]
         return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
+
+    def with_default_copy(self, device_bytes: float) -> "Demand":
+        """The demand with the copy that an engine makes by default on a GPU with this memory."""
+        num_free = device_bytes - self.num_weight_bytes
+        return replace(self, copy_bits=default_copy_bits(self.config, num_free))
 
     @property
     def num_weight_bytes(self) -> int:

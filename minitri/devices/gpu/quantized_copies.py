@@ -72,7 +72,7 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
     """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if problem := problem_with(lambda: check_kernel(model, bits)):
-        raise InputError(f"{wanted} ({problem}); leave it out")
+        raise InputError(f"{wanted} ({problem})", "leave it out")
     from minitri.devices.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:

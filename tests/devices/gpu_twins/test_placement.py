@@ -107,6 +107,16 @@ def test_what_fits_in_a_plan_fits_at_boot(call):
     assert choose_on_chip(replace(NEEDS, shape=shape), 24 * GIB - CONTEXT, 256 * GIB) == 1
 
 
+def test_a_plan_counts_the_copy_that_a_gpu_makes_by_default(call):
+    flags = f"-m {SEVEN_B.name} --context 124928 --gpu-memory 141 --json"
+    default, own, none = (
+        call(plan.main, *flags.split(), *more).json["placements"][0]
+        for more in ([], ["--draft-weights", "int4"], ["--draft-weights", "same"])
+    )
+    assert default == own
+    assert default["device_GiB"] > none["device_GiB"] + 3
+
+
 def test_without_flags_this_machine_and_the_default_model_are_planned(call, monkeypatch):
     monkeypatch.setattr(allocation, "free_host_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

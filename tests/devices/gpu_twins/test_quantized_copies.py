@@ -96,7 +96,22 @@ def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     model = SimpleNamespace(device=torch.device(device), execution=execution, config=CONFIG)
     with pytest.raises(InputError, match=f"draft_weights={wanted} .*{problem}"):
         retrieval_copy(model, wanted)
-    assert retrieval_copy(model, "same" if execution.is_row_invariant else "auto") is None
+    assert retrieval_copy(model, "auto" if problem == "kernels" else "same") is None
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("no compiler")])
+def test_a_copy_in_4_bits_guesses_by_default_where_it_takes_a_tenth_of_what_is_free(
+    failure, monkeypatch, caplog
+):
+    """Without a kernel the target itself guesses, and a line says so."""
+    monkeypatch.setattr(quantized_copies, "check_kernel", Mock(side_effect=failure))
+    model = tiny_model(CONFIG)
+    monkeypatch.setattr(Llama, "device", torch.device("cuda"))
+    for num_free, has_copy in ((10, not failure), (9, False)):
+        num_free *= copy_bytes(CONFIG, 4)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=num_free: (free, free))
+        assert bool(retrieval_copy(model, "auto")) == has_copy
+    assert len(caplog.records) == bool(failure)
 
 
 def test_the_network_adds_and_norms_in_another_order_only(monkeypatch):
