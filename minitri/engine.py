@@ -144,7 +144,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     def score(self, text: Prompt) -> Tensor:
         """Natural log-probabilities of a text's tokens but the first, before all filters.
-        (N - 1,) float32 on the CPU, for N tokens. Raises `InputError`."""
+        (N - 1,) float32 on the CPU, for N tokens. Raises `InputError`, also where there is no room
+        for K and V next to those that the engine holds; `release` frees these."""
         end = self.scoring(text).result()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
