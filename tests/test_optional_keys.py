@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minitri.apps.serve.bodies.chat_body import NEUTRAL, Message, checked
+from minitri.apps.serve.bodies.chat_body import FIELDS, Message, checked
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.core.errors import InputError
 from minitri.files.gguf.file import GgufFile
@@ -92,4 +92,4 @@ def test_the_table_has_all_fields_of_bodies_and_all_values_that_ask_for_nothing(
     for place, kind in BODIES.items():
         rows = {key for other, key, *_ in ROWS if other in (place, "completions", "chat")}
         assert {*kind.model_json_schema()["properties"]} <= rows
-    assert {*NEUTRAL} <= {key for _, key, *_ in ROWS}
+    assert {*FIELDS["neutral"]} <= {key for _, key, *_ in ROWS}
