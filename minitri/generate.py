@@ -80,38 +80,33 @@ def run_command(args: argparse.Namespace) -> int:
         raise InputError("--n is for one prompt, without --color; leave one of them out")
     if args.prompts is not None:
         return many(args, answers if args.ray is None else on_replicas)
-    return several(args) if args.n > 1 else one(args)
-
-
-def several(args: argparse.Namespace) -> int:
-    """Writes several texts after one prompt, each when it is done."""
-    engine, requests = engine_and_requests(args)
-    with boot.start_run(args, engine, requests) as run:
-        for end in (event for event in run if isinstance(event, End)):
-            log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
-            text = {"index": end.row, **answer(run.rows[end.row])}
-            print(json.dumps(text) if args.json else shown(end.text), flush=True)
-    return 0
-
-
-def one(args: argparse.Namespace) -> int:
-    """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
-    engine, requests = engine_and_requests(args)
-    if args.color and not args.json:
-        log.info(LEGEND)
-    with boot.start_run(args, engine, requests) as run:
-        print_stream(run, args, engine.config, show=not args.json)
-        print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
-    return 0 if run.rows[0].finish_reason else 130
-
-
-def engine_and_requests(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
-    """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
     text, source, usual_tokens = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
     settings = arguments.taken(GenerationConfig, args)
-    return engine, [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]
+    seeds = [next_seed(seed, number) for number in range(args.n)]
+    requests = [Request(prompt, seed, sampling, settings) for seed in seeds]
+    with boot.start_run(args, engine, requests) as run:
+        return several(run, args) if args.n > 1 else one(run, args, engine)
+
+
+def several(run: "minitri.Generation", args: argparse.Namespace) -> int:
+    """Writes several texts after one prompt, each when it is done."""
+    for end in (event for event in run if isinstance(event, End)):
+        log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
+        text = {"index": end.row, **answer(run.rows[end.row])}
+        print(json.dumps(text) if args.json else shown(end.text), flush=True)
+    return 0
+
+
+def one(run: "minitri.Generation", args: argparse.Namespace, engine: "minitri.Engine") -> int:
+    """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
+    if args.color and not args.json:
+        log.info(LEGEND)
+    print_stream(run, args, engine.config, show=not args.json)
+    text = json.dumps(report(engine, run, args), default=vars) if args.json else ""
+    print(text, flush=True)
+    return 0 if run.rows[0].finish_reason else 130
 
 
 main = program(build_parser, run_command, GenerateFlags, parallel=True)

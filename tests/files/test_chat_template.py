@@ -135,7 +135,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
     """More time or memory than the limits is refused, too."""
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "SANDBOX", Sandbox("template", 0.3, 1 << 29))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused("chat template", problem):
         ChatTemplate(template, {}).render(TALK[:2])

@@ -95,8 +95,7 @@ def answer(state: RequestState) -> Json:
         "finish_reason": state.finish_reason or "interrupted",
         "seed": state.request.seed,
         "temperature": state.request.sampling.temperature,
-        "num_prompt_tokens": len(state.prompt_ids),
-        "num_cached_tokens": state.stats.num_cached_tokens,
+        **vars(state.stats),
     }
     if state.request.generation.logprobs is not None:
         fields["logprobs"] = [token.logprob for token in state.tokens]
@@ -115,10 +114,8 @@ def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace)
         "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
         **answer(state),
-        **vars(state.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,
         "tokens_per_second": stats.tokens_per_second,
-        "stages": [vars(stage) for stage in stats.stages],
         "levels": [level.as_dict() for level in stats.levels],
     }

@@ -7,6 +7,7 @@ have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the wor
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from minitri import End, Engine, Event, Idle, PrefillProgress, Token
 from minitri.apps.cli.report import Json, json_line
@@ -99,26 +100,28 @@ class Writer:
         }
 
 
+@dataclass
 class Choice:
     """State of one of the texts of an answer, a `choice` in OpenAI's JSON."""
 
-    def __init__(self, index: int, call: Call, engine: Engine) -> None:
-        self._index = index
-        self._call = call
-        self._engine = engine
-        self.parser = call.chat.parser() if call.chat else AnswerParser()
+    index: int
+    call: Call
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        self.parser = self.call.chat.parser() if self.call.chat else AnswerParser()
         self._role: Json = {"role": "assistant"}  # until it is sent
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """JSON of a text, or of a part of it that is streamed."""
-        asked = self._call.asked
-        choice: Json = {"index": self._index, "logprobs": None}
+        asked = self.call.asked
+        choice: Json = {"index": self.index, "logprobs": None}
         if asked.num_logprobs is not None and tokens:
             choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
         message: Json = {}
-        if self._call.chat:
+        if self.call.chat:
             message = self._message(self.parser.push(text, is_last=end is not None))
             choice["delta" if asked.stream else "message"] = message
         else:
@@ -145,14 +148,14 @@ class Choice:
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens as JSON, without end-of-sequence tokens."""
-        ends = () if self._call.asked.ignore_eos else self._engine.config.eos_token_ids
+        ends = () if self.call.asked.ignore_eos else self.engine.config.eos_token_ids
         entries = [
             self._entry(token.token_id, token.logprob or 0.0)
             | {"top_logprobs": [self._entry(*pair) for pair in token.top_logprobs]}
             for token in tokens
             if token.token_id not in ends
         ]
-        if self._call.chat:
+        if self.call.chat:
             return {"content": entries}
         tops = [
             {top["token"]: top["logprob"] for top in entry["top_logprobs"]} or None
@@ -166,7 +169,7 @@ class Choice:
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         """A token as JSON: text, spelled out if it is a part of a character, and bytes."""
-        tokenizer = self._engine.tokenizer
+        tokenizer = self.engine.tokenizer
         spelling = tokenizer.token(token_id) or ""
         text = tokenizer.decode([token_id])
         if "\ufffd" in text or not text or "▁" in spelling:

@@ -43,7 +43,7 @@ class ChatPrompt:
         turns += read_turns(asked.messages)
         self._begun = turns.pop()["content"] if asked.continue_final_message else ""
         template = tokenizer.chat_template
-        source = template.tool_source if template is not None else ""
+        source = (template.tool_source or template.source) if template else ""
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
