@@ -59,15 +59,11 @@ class GenerateFlags:
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri generate`."""
     parser = arguments.OneLineParser("generate")
-    arguments.add_flags(parser, *arguments.MODEL, "json")
     group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    arguments.add_flags(
-        parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY
-    )
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")

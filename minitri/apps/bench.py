@@ -10,7 +10,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Stats
@@ -45,18 +45,15 @@ class BenchFlags:
     """Runs per prompt."""
 
 
-def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLineParser:
-    """The command-line parser of `minitri bench`; `settings` are for other programs like it."""
-    parser = arguments.OneLineParser(program, **settings)
-    arguments.add_comparing_flags(parser)
+def build_parser() -> arguments.OneLineParser:
+    """The command-line parser of `minitri bench`."""
+    parser = arguments.OneLineParser("bench")
     arguments.add_fields(parser, BenchFlags)
-    arguments.add_flags(parser, "coupled", "max_prompt_tokens", "max_new_tokens")
     add = parser.add_argument
     text = "as for generate; may be given several times (default: Python's help)"
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    parser.set_defaults(ignore_eos=True, max_new_tokens=64)
     return parser
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from minitri import GenerationConfig, ModelConfig, SamplingParams
 from minitri.apps.cli import exits, report
-from minitri.apps.cli.arguments import SIZES, OneLineParser, add_fields, add_flags, speculation_of
+from minitri.apps.cli.arguments import OneLineParser, add_fields, speculation_of
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
@@ -69,9 +69,6 @@ def build_parser() -> OneLineParser:
     """The command-line parser of `minitri plan`."""
     parser = OneLineParser("plan")
     add_fields(parser, PlanFlags)
-    add_flags(parser, "model", "dtype", "draft_weights", "prefill_chunk", "json")
-    add_flags(parser, "draft", *SIZES, title="speculation")
-    parser.set_defaults(dtype="bfloat16", method="triforce", seed=0)
     return parser
 
 

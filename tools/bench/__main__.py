@@ -25,12 +25,13 @@ from tools.flags import positive
 
 def build_parser() -> arguments.OneLineParser:
     """The flags of `minitri bench`, and those of what is here."""
-    parser = bench.build_parser(
-        "",
-        prog="python -m tools.bench",
-        usage="%(prog)s [flags] | %(prog)s people --help | %(prog)s auto --help",
-        description="Speed against the floor of memory bandwidth, other engines, made-up models.",
+    parser = bench.build_parser()
+    parser.prog = "python -m tools.bench"
+    parser.usage = "%(prog)s [flags] | %(prog)s people --help | %(prog)s auto --help"
+    parser.description = (
+        "Speed against the floor of memory bandwidth, other engines, made-up models."
     )
+    parser.epilog = None
     add = parser.add_argument
     add("--profile", action="store_true", help="say where the time of a decoding step goes")
     add("--repeats", type=positive, default=3, metavar="N", help="runs to measure")

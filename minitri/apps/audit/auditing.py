@@ -49,7 +49,6 @@ def build_parser() -> arguments.OneLineParser:
     add("url", metavar="URL", help="of an OpenAI-compatible server")
     add("-m", "--model", help="which of its models (default: its first)")
     add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
-    arguments.add_flags(parser, "num_tokens", "json")
     return parser
 
 

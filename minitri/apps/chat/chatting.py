@@ -253,14 +253,10 @@ COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.star
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
     parser = arguments.OneLineParser("chat")
-    arguments.add_flags(parser, *arguments.MODEL)
     text = "texts, PDF or HTML to ask about; may be given several times"
     parser.add_argument(
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
-    flags = ("fit", "max_prompt_tokens", "load", "system", "color", "max_new_tokens")
-    arguments.add_flags(parser, *flags, *arguments.MEMORY)
-    parser.set_defaults(max_new_tokens=512)
     arguments.add_decoding_flags(parser)
     return parser
 

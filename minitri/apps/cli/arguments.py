@@ -28,8 +28,9 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Short names of flags, groups of them, those of grammars, those that others need or that a method
-ignores, and those of --help-all alone."""
+"""Short names of flags, topics of them; of each program, the flags with their headings, and other
+defaults; flags of grammars, those that others need or that a method ignores, and those of
+--help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
@@ -81,9 +82,7 @@ SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, Speculat
 """Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
 MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
 SAMPLING = [*vars(SamplingParams())]
-MEMORY = TABLE["memory"]
-SIZES = TABLE["sizes"]
-SPECULATION = ("method", "coupled", "draft", *SIZES)
+TOPICS = TABLE["topics"] | {"MODEL": MODEL, "SAMPLING": SAMPLING}
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
@@ -113,7 +112,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", **settings: Any) -> None:
-        """Makes a parser for a `program` (the word after `minitri`) that help.txt describes."""
+        """Makes a parser for a `program` (the word after `minitri`) of help.txt and flags.json."""
         if program:
             settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
@@ -123,6 +122,9 @@ class OneLineParser(argparse.ArgumentParser):
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
         add_flags(self, "quiet", "verbose")
+        for title, names in TABLE["programs"][program].items():
+            add_flags(self, *names, title=title)
+        self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def in_flags(self, error: InputError) -> str:
         """An error's message with settings spelled as flags, without remedies that have none."""
@@ -184,10 +186,11 @@ class GrammarFlag(argparse.Action):
 
 
 def add_flags(flags: Flags, *names: str, title: str = "") -> None:
-    """Adds flags for these fields of `SETTINGS`, as a group if there is a title."""
+    """Adds flags for these fields of `SETTINGS`, or `TOPICS`, as a group if there is a title."""
     group = flags.add_argument_group(title) if title else flags
+    fields = [field for name in names for field in TOPICS.get(name, [name])]
     for settings in SETTINGS:
-        add_fields(group, settings, *names)
+        add_fields(group, settings, *fields)
 
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
@@ -223,18 +226,17 @@ def field_texts(settings: type) -> dict[str, str]:
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
-    """Adds the flags of prompt and length; returns the group of which one flag may be given."""
+    """Adds the flags of the prompt; returns their group, of which one may be given."""
     title = f"prompt (default: {default})"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add_flags(group, "prompt", "prompt_file", "demo")
-    add_flags(parser, "max_prompt_tokens", "max_new_tokens")
     return group
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *others: str, note: str = "") -> None:
     """Adds the flags of sampling, which are None if they are not given, and `others`."""
     how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
-    add_flags(parser, *SAMPLING, *others, title=f"sampling{note} (default: {how})")
+    add_flags(parser, "SAMPLING", *others, title=f"sampling{note} (default: {how})")
     parser.set_defaults(**dict.fromkeys(SAMPLING))
 
 
@@ -245,14 +247,8 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     for flag, settings in TABLE["grammar"].items():
         group.add_argument(flag, action=GrammarFlag, dest="grammar", **settings)
-    add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
-
-
-def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a program that compares methods, but for their names."""
-    add_flags(parser, *MODEL, "json", *MEMORY)
-    add_flags(parser, "draft", *SIZES, title="speculation")
-    add_flags(parser, *SAMPLING, "seed", title="sampling (whatever the model recommends)")
+    title = "speculation (the text's distribution stays the same)"
+    add_flags(parser, "method", "coupled", "SIZES", title=title)
 
 
 def taken(

@@ -11,8 +11,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri score`."""
     parser = arguments.OneLineParser("score")
     parser.add_argument("file", metavar="FILE", help="text, PDF or HTML; - is standard input")
-    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens", "json")
-    parser.set_defaults(max_new_tokens=None, method="autoregressive", tree="")
     return parser
 
 

@@ -26,13 +26,10 @@ COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri selftest`."""
     parser = arguments.OneLineParser("selftest")
-    arguments.add_comparing_flags(parser)
     arguments.add_prompt_flags(parser)
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
-    arguments.add_flags(parser, "num_samples")
-    parser.set_defaults(max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7)
     return parser
 
 

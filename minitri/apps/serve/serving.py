@@ -52,13 +52,10 @@ class ServeFlags:
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri serve`."""
     parser = arguments.OneLineParser("serve")
-    arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_fields(parser, ServeFlags)
     arguments.add_fields(parser.add_argument_group("clients"), Access)
-    arguments.add_flags(parser, *arguments.MEMORY)
     note = " where a request does not say; a GPU's graphs know no other kinds of filters"
     arguments.add_sampling_flags(parser, note=note)
-    arguments.add_flags(parser, *{*arguments.SPECULATION} - {"coupled"}, title="speculation")
     return parser
 
 
