@@ -58,7 +58,7 @@ GRAY = "#bbbbbb"
 
 def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(description=__doc__)
-    arguments.add_flags(parser, "MODEL", "draft", "max_prompt_tokens", "max_new_tokens")
+    arguments.add_flags(parser, "MODEL", "draft", "LENGTH")
     arguments.add_prompt_flags(parser)
     parser.add_argument("--out", type=picture, default="tour.png", metavar="FILE.png")
     parser.set_defaults(max_prompt_tokens=8000, max_new_tokens=160, method="triforce")

@@ -49,11 +49,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri bench`."""
     parser = arguments.OneLineParser("bench")
     arguments.add_fields(parser, BenchFlags)
-    add = parser.add_argument
-    text = "as for generate; may be given several times (default: Python's help)"
-    add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
-    text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
-    add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     return parser
 
 

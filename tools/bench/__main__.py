@@ -28,13 +28,11 @@ def build_parser() -> arguments.OneLineParser:
     parser = bench.build_parser()
     parser.prog = "python -m tools.bench"
     parser.usage = "%(prog)s [flags] | %(prog)s people --help | %(prog)s auto --help"
-    parser.description = (
-        "Speed against the floor of memory bandwidth, other engines, made-up models."
-    )
+    parser.description = "Speed against memory's bandwidth, other engines, made-up models."
     parser.epilog = None
-    add = parser.add_argument
-    add("--profile", action="store_true", help="say where the time of a decoding step goes")
-    add("--repeats", type=positive, default=3, metavar="N", help="runs to measure")
+    text = "say where the time of a decoding step goes"
+    parser.add_argument("--profile", action="store_true", help=text)
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs to measure")
     add_synthetic_flags(parser)
     return parser
 

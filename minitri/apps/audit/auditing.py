@@ -45,10 +45,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri audit`."""
     parser = arguments.OneLineParser("audit")
     parser.usage = "minitri audit URL [flags]"
-    add = parser.add_argument
-    add("url", metavar="URL", help="of an OpenAI-compatible server")
-    add("-m", "--model", help="which of its models (default: its first)")
-    add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
     return parser
 
 

@@ -253,10 +253,6 @@ COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.star
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
     parser = arguments.OneLineParser("chat")
-    text = "texts, PDF or HTML to ask about; may be given several times"
-    parser.add_argument(
-        "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
-    )
     arguments.add_decoding_flags(parser)
     return parser
 

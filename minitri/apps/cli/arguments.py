@@ -28,8 +28,8 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Short names of flags, topics of them; of each program, the flags with their headings, and other
-defaults; flags of grammars, those that others need or that a method ignores, and those of
+"""Short names of flags, topics of them; of each program, the flags by heading, arguments of its own
+and other defaults; flags of grammars, those that others need or that a method ignores, and those of
 --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
@@ -80,9 +80,11 @@ class SharedFlags:
 
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
-MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
 SAMPLING = [*vars(SamplingParams())]
-TOPICS = TABLE["topics"] | {"MODEL": MODEL, "SAMPLING": SAMPLING}
+TOPICS = TABLE["topics"] | {
+    "MODEL": {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"},
+    "SAMPLING": SAMPLING,
+}
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
@@ -114,16 +116,21 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, program: str = "", **settings: Any) -> None:
         """Makes a parser for a `program` (the word after `minitri`) of help.txt and flags.json."""
         if program:
-            settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
-            settings = {"description": about.split(None, 1)[1], **settings}
-            settings["epilog"] = "\n  ".join(["examples:", *examples])
+            settings = {
+                "prog": f"minitri {program}",
+                "usage": "%(prog)s [flags]",
+                "description": about.split(None, 1)[1],
+                "epilog": "\n  ".join(["examples:", *examples]),
+            }
         super().__init__(formatter_class=HelpFormatter, add_help=False, **settings)
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
         add_flags(self, "quiet", "verbose")
         for title, names in TABLE["programs"][program].items():
             add_flags(self, *names, title=title)
+        for flags, options in TABLE["arguments"].get(program, {}).items():
+            self.add_argument(*flags.split(), **options)
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def in_flags(self, error: InputError) -> str:
@@ -233,16 +240,11 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
     return group
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *others: str, note: str = "") -> None:
-    """Adds the flags of sampling, which are None if they are not given, and `others`."""
-    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
-    add_flags(parser, "SAMPLING", *others, title=f"sampling{note} (default: {how})")
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
-
-
 def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of sampling, grammar and speculation."""
-    add_sampling_flags(parser, "seed")
+    """Adds the flags of sampling, None if they are not given, of grammar and of speculation."""
+    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
+    add_flags(parser, "SAMPLING", "seed", title=f"sampling (default: {how})")
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     for flag, settings in TABLE["grammar"].items():

@@ -9,9 +9,7 @@ from minitri.apps.cli import arguments, boot, documents, exits, report, terminal
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri score`."""
-    parser = arguments.OneLineParser("score")
-    parser.add_argument("file", metavar="FILE", help="text, PDF or HTML; - is standard input")
-    return parser
+    return arguments.OneLineParser("score")
 
 
 def run_command(args: Namespace) -> None:

@@ -27,9 +27,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri selftest`."""
     parser = arguments.OneLineParser("selftest")
     arguments.add_prompt_flags(parser)
-    choices = ("auto", *METHODS[2:])
-    text = "may be given several times (default: naive, retrieval, triforce)"
-    parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
     return parser
 
 

@@ -54,8 +54,7 @@ def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser("serve")
     arguments.add_fields(parser, ServeFlags)
     arguments.add_fields(parser.add_argument_group("clients"), Access)
-    note = " where a request does not say; a GPU's graphs know no other kinds of filters"
-    arguments.add_sampling_flags(parser, note=note)
+    parser.set_defaults(**dict.fromkeys(arguments.SAMPLING))  # the model recommends some
     return parser
 
 
