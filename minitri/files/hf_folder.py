@@ -50,10 +50,9 @@ class Folder:
     def tokenizer_config(self) -> dict[str, Any]:
         """The content of tokenizer_config.json, with that of other files which complete it."""
         settings = read_json(self.path / "tokenizer_config.json")
-        tool_template = "additional_chat_templates/tool_use"
-        for key, name in {"chat_template": "chat_template", "tool_template": tool_template}.items():
+        for name in ("chat_template", "additional_chat_templates/tool_use"):
             if is_there(template := self.path / f"{name}.jinja"):
-                settings[key] = template.read_text("utf-8")
+                settings[Path(name).name] = template.read_text("utf-8")
         if settings.get("added_tokens_decoder") is None:  # of older versions of transformers
             settings |= read_json(self.path / "special_tokens_map.json")
             added = read_json(self.path / "added_tokens.json")

@@ -42,7 +42,7 @@ def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> Cha
     if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
     source = named.get("default")
-    tool_source = settings.get("tool_template", named.get("tool_use"))
+    tool_source = settings.get("tool_use", named.get("tool_use"))
     for template in (source, tool_source):
         if not isinstance(template, str | None):
             raise TypeError(f"chat_template is {shorten(repr(template), 60)}")

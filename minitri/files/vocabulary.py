@@ -96,18 +96,17 @@ def piece_pipeline(
     if is_unigram:
         scores = [(piece, score) for piece, score, _ in pieces]
         model: Any = models.Unigram(scores, vocab.get(unknown or ""), has_bytes)
-    else:  # the pair is merged first that makes the piece of highest score
+    else:  # the pair is merged first that makes the piece of highest score, of equal ones the first
         ranks = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
-        merges = sorted(
-            (rank, vocab[piece], piece[:cut], piece[cut:])
-            for piece, rank in ranks.items()
+        merges = [
+            (piece[:cut], piece[cut:])
+            for piece in sorted(ranks, key=ranks.__getitem__)
             for cut in range(1, len(piece))
             if piece[:cut] in ranks and piece[cut:] in ranks
-        )
-        pairs = [(left, right) for _, _, left, right in merges]
+        ]
         model = models.BPE(
             vocab,
-            pairs,
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=has_bytes,

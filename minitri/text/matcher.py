@@ -100,7 +100,7 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
         import llguidance
 
         size = max(config.vocab_size, tokenizer.num_tokens)
-        return llguidance.LLTokenizer(tokenizer.vocabulary(), size, [*config.eos_token_ids])
+        return llguidance.LLTokenizer(tokenizer.pipeline.to_str(), size, [*config.eos_token_ids])
 
 
 def schema_text(text: str, **options: object) -> str:

@@ -34,7 +34,7 @@ class Tokenizer:
         special: SpecialTokens = SpecialTokens(),  # noqa: B008 (frozen)
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.chat_template = chat_template
         decoder = pipeline.decoder.__getstate__() if pipeline.decoder else b""
         kinds = {*re.findall(r'"type":"(\w+)"', decoder.decode())} - {"Sequence", "Fuse"}
@@ -83,7 +83,7 @@ class Tokenizer:
         """Token ids of a text in which control tokens are spelled out; no BOS is added."""
         check_unicode(text, "the prompt")
         # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
-        return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without control tokens; bytes that are not UTF-8 give U+FFFD."""
@@ -100,13 +100,9 @@ class Tokenizer:
         """Token ids by spelling, for those of `spellings` that are one control token each."""
         return {text: self.controls[text] for text in spellings if text in self.controls}
 
-    def vocabulary(self) -> str:
-        """The tokenizer as the text of a tokenizer.json."""
-        return self._pipeline.to_str()
-
     def token(self, number: int) -> str | None:
         """The spelling of a token in the vocabulary; None for an unused id."""
-        return self._pipeline.id_to_token(number)
+        return self.pipeline.id_to_token(number)
 
     def token_bytes(self, number: int) -> bytes:
         """Bytes of a token, maybe a part of a character; of a control token, its spelling."""

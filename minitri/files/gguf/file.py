@@ -58,7 +58,7 @@ class GgufFile:
         self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
         self.tokenizer_config: dict[str, Any] = {
             "chat_template": get("tokenizer.chat_template"),
-            "tool_template": get("tokenizer.chat_template.tool_use"),
+            "tool_use": get("tokenizer.chat_template.tool_use"),
             "add_bos_token": get("tokenizer.ggml.add_bos_token"),
         }
         kind, pre = (get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
