@@ -36,9 +36,10 @@ def load(
     extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU), `dense`
     has them in `dtype`; `auto` is native where the compiled kernels run.
     `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
-    target's), a copy in `int4` or on a GPU `int8`, or `auto`: int4 with compiled kernels unless the
-    target is quantized, also for the draft model, and on a GPU with much room; `drafter`: int4 for
-    that alone. `progress` draws bars. All ranks make the same calls. Raises `InputError`."""
+    target's), a copy in `int4` or on a GPU `int8`, `drafter` (the draft model alone in int4), or
+    `auto`: with compiled kernels int4 for the draft model and, unless the target is quantized, for
+    a copy; on a GPU a copy if there is much room. `progress` draws bars. All ranks make the same
+    calls. Raises `InputError`."""
     return OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
         draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,

@@ -160,7 +160,7 @@ def allocate(
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
-    # For no guess, up to 4, up to 8, and all: each size costs time and memory; blocks are padded.
+    # For passes of no guess, up to 4, up to 8, and all: a size costs time; blocks are padded.
     runners["target"] = ModelRunner(
         Passes(target, full, shape.sampling, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,

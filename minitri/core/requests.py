@@ -40,7 +40,7 @@ class Token:
     __repr__ = brief
     row: int  # number of the request
     token_id: int
-    text: str  # characters that are final now; none inside a character or possible stop string
+    text: str  # what is final now: no half character, nothing that may begin a stop string
     origin: str  # stage that guessed it, `draft` or `retrieval`; else `recovered` or `bonus`
     logprob: float | None = None  # before all filters, if `GenerationConfig.logprobs` is set
     top_logprobs: tuple[tuple[int, float], ...] = ()  # token id and logprob, the likeliest first

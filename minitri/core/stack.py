@@ -46,7 +46,8 @@ class Stack:
         use_clock = may_use_clock(models, shape, is_open=is_open)
         predictor = self.predictor_for(shape.prompt_lengths)
         self.tuner = Autotuner(speculation.plans, predictor, use_clock=use_clock)
-        # A short text is held whole; K and V in host memory come to the device in every pass.
+        # The retrieval cache is kept built from the start where that is cheap: a short text is just
+        # copied, and K and V in host memory pass through the device anyway.
         is_short = max(shape.prompt_lengths) <= max(shape.budgets)
         self.tuner.wants_retrieval |= is_short or memory.full.is_hosted
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
@@ -130,7 +131,7 @@ class Stack:
         yield len(prompt)
 
     def _reuse(self, b: int, state: RequestState) -> int:
-        """Copies K and V of an earlier text that begins like row b's prompt; of how many tokens."""
+        """Copies K and V of an earlier text that begins like row b's prompt; returns how many."""
         cache = self.memory.retrieval_cache
         most = len(state.prompt_ids) - 1
         if state.request.score_prompt:

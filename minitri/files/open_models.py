@@ -73,7 +73,7 @@ class OpenModel:
             config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             config = stretch_rope(config, choice.rope_scaling)
-        self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table
+        self.tokenizer: Tokenizer | None = None  # None if it borrows its target's table
         if config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)

@@ -49,7 +49,7 @@ compiled = functools.cache(ENVIRONMENT.from_string)
 
 
 def render(question: Any) -> str:
-    """Renders a chat template: the list has its source and its variables."""
+    """Renders a chat template; `question` is a list of its source and its variables."""
     source, variables = question
     return compiled(source).render(variables)
 

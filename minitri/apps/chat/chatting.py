@@ -93,7 +93,7 @@ class Chat:
         say("\n".join([*lines, "Alt-Enter, or Enter after a backslash, breaks a line"]))
 
     def do_show(self, _: str) -> None:
-        """the conversation"""
+        """show the conversation so far"""
         for turn in self._turns():
             say(f"> {turn.question}\n{self.talk.tokenizer.decode(turn.token_ids).strip()}")
 

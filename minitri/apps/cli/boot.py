@@ -74,18 +74,18 @@ def sampling_of(
 def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
-    """Context with a run over requests, after the text of the --load-kv file. Then logs statistics,
-    and does --save-kv. Raises `InputError`."""
+    """Context with a run over requests, which may reuse K and V of the --load-kv file. At the end
+    logs statistics and does --save-kv. Raises `InputError`."""
     hottest = max(request.sampling.temperature for request in requests)
     if args.load_kv is not None and not engine.held_tokens:
         engine.load_kv(args.load_kv)
     with engine.stream(
         requests,
         batch_size=args.batch_size,
-        generation=taken(GenerationConfig, args),  # of the run; a `Request` has those of its text
+        generation=taken(GenerationConfig, args),  # the run takes its own settings only
         speculation=speculation_of(args, hottest),
     ) as run:
-        if held := engine.held_tokens:  # during a run only those of a file
+        if held := engine.held_tokens:  # those of --load-kv: a run has all others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: the prompt begins with %d of its %d tokens", used, len(held))
         yield run

@@ -47,7 +47,9 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
         done = {} if name is None else answered(file.buffer, name)
         results = answer_all([line for line in lines if key_of(line.id) not in done], args)
         num_wrong = sum(done.values())
-        for result in progress_bar(args, iterable=results, total=len(lines), initial=len(done)):
+        for result in progress_bar(
+            args, iterable=results, total=len(lines), initial=len(done), unit=" prompts"
+        ):
             print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:

@@ -44,7 +44,7 @@ class Protocol(NamedTuple):
         return json_line({"text": text, "format": encoding, "num_tokens": num_tokens})
 
     def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:
-        """Makes a `Call` of a body. Raises `InputError`, or `ApiError` if OpenAI has a code for it.
+        """Makes a `Call` of an HTTP body. Raises `InputError`, or `ApiError` with OpenAI's code.
         Prompts share the cache only with those of the same salt."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}

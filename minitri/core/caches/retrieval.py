@@ -2,7 +2,8 @@
 
 Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a policy, and then
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of committed tokens overwrite the least important slots, so output can be of any length.
+V of committed tokens overwrite the least important slots, so output can be of any length. A row
+stands for the first `num_tokens` of the text, of which only `lengths` are in slots (`Cache.hold`).
 
 A row in use is rebuilt when half of it is overwritten, and after `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the

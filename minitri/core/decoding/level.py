@@ -56,7 +56,7 @@ class Level(Stage):
     def __init__(self, name: str, meter: Meter, runner: ModelRunner, source: RandomSource) -> None:
         super().__init__(name, meter)
         self.runner = runner
-        self.source = source
+        self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
@@ -117,7 +117,7 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that a row's grammar forces, taken as guesses: others may spell the same text."""
+        """Tokens of the only text that a grammar allows next, as guesses: others may spell it."""
         assert self.below
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):

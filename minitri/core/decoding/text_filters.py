@@ -30,7 +30,7 @@ class Matcher(Protocol):
         """Advances the matcher by committed tokens of the text."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Mask (V,) of tokens that the grammar forbids after the text and guesses; None: failed."""
+        """Mask (V,) of tokens that a grammar forbids after text and guesses; None if it failed."""
 
     def forced(self, path: list[int]) -> list[int]:
         """Tokens of the only text that may follow committed text and `path`; [] if several may."""

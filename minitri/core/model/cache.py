@@ -131,7 +131,7 @@ class Cache:
 
 
 def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:
-    """Moves keys or values at places `path` of a block at slot `start` right after its first."""
+    """Moves K or V of a tree's `path` to right after the first token of a block at slot `start`."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     row_LKSD = slots_LBKSD[:, b]
     row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]

@@ -50,7 +50,7 @@ class Execution:
     """How a model is computed; `minitri/devices` sets it when the model is loaded."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # `Stack` enters in steps
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # of a step: threads
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     draft_round: "Round | None" = None  # all passes of a draft model's round in one call

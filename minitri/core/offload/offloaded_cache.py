@@ -104,7 +104,7 @@ class OffloadedFullCache(FullCache):
         return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues copies of a layer in host memory and the next one; returns the layer's buffer."""
+        """Queues copies to the device of a hosted layer and the next; returns its buffer."""
         buffer = self.fetch(layer, self._by_row())
         if layer + 1 < self.on_chip + len(self.host_LBSPKD):
             self.fetch(layer + 1, self._by_row())
