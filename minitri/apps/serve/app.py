@@ -37,6 +37,7 @@ from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.chat_body import FIELDS
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.metrics import Metrics
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -106,6 +107,9 @@ class Service:
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
 
+    def __post_init__(self) -> None:
+        self._metrics = Metrics(self.clients.total)
+
     @property
     def num_open(self) -> int:
         return self.clients.total()
@@ -118,6 +122,7 @@ class Service:
             Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
         ]
@@ -159,7 +164,7 @@ class Service:
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
-        started = time.monotonic()
+        times = {-1: time.monotonic()}  # see `Metrics.note`
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
@@ -171,6 +176,7 @@ class Service:
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
+                    self._metrics.note(times, index, event)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
                         outcome = event.finish_reason
@@ -187,7 +193,7 @@ class Service:
                 yield writer.fail(refused)
             finally:
                 job.is_cancelled = True
-                log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
+                log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - times[-1])
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
@@ -221,6 +227,11 @@ class Service:
         about = {"object": "model", "created": 0, "owned_by": "minitri", "max_model_len": context}
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts and seconds for Prometheus, for clients with a key."""
+        self._admit(request)
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def health(self, _: Request) -> Response:
         why = self.worker.problem
