@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,13 +32,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import page, responses
+from minitri.apps.serve import metrics, page, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.chat_body import FIELDS
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
-from minitri.apps.serve.metrics import Metrics
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -107,9 +107,6 @@ class Service:
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
 
-    def __post_init__(self) -> None:
-        self._metrics = Metrics(self.clients.total)
-
     @property
     def num_open(self) -> int:
         return self.clients.total()
@@ -126,6 +123,7 @@ class Service:
             Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
         ]
+        metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
@@ -164,7 +162,7 @@ class Service:
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
-        times = {-1: time.monotonic()}  # see `Metrics.note`
+        times = {-1: time.monotonic()}  # see `metrics.note`
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
@@ -176,7 +174,7 @@ class Service:
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
-                    self._metrics.note(times, index, event)
+                    metrics.note(times, index, event)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
                         outcome = event.finish_reason
@@ -231,7 +229,7 @@ class Service:
     async def metrics(self, request: Request) -> Response:
         """Counts and seconds for Prometheus, for clients with a key."""
         self._admit(request)
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(), media_type="text/plain; version=0.0.4")
 
     async def health(self, _: Request) -> Response:
         why = self.worker.problem
