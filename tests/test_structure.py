@@ -15,12 +15,12 @@ import minitri
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {
-    "core": (5_900, {"core"}),
+    "core": (5_885, {"core"}),
     "devices": (2_300, {"core", "devices"}),
-    "text": (895, {"core", "text"}),
+    "text": (885, {"core", "text"}),
     "files": (1_790, {"core", "devices", "text", "files"}),
     "trees": (365, {"core", "trees"}),
-    "": (815, {"core", "devices", "text", "files", "trees", ""}),
+    "": (805, {"core", "devices", "text", "files", "trees", ""}),
     "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
@@ -117,8 +117,8 @@ def test_all_of_it_is_short_enough_to_read():
         for node in nodes_of(file, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
-    assert lines.total() <= 16_250
-    assert sum(map(num_tokens, FILES)) <= 115_500
+    assert lines.total() <= 16_220
+    assert sum(map(num_tokens, FILES)) <= 115_460
     assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_200
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
     assert (ROOT / "README.md").stat().st_size <= 9 * 1024
