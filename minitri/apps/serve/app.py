@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import metrics, page, responses
+from minitri.apps.serve import page, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
@@ -119,11 +118,9 @@ class Service:
             Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
-            Route("/metrics", self.metrics),
             Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
         ]
-        metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
@@ -162,7 +159,7 @@ class Service:
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
-        times = {-1: time.monotonic()}  # see `metrics.note`
+        started = time.monotonic()
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
@@ -174,7 +171,6 @@ class Service:
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
-                    metrics.note(times, index, event)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
                         outcome = event.finish_reason
@@ -191,7 +187,7 @@ class Service:
                 yield writer.fail(refused)
             finally:
                 job.is_cancelled = True
-                log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - times[-1])
+                log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
@@ -225,11 +221,6 @@ class Service:
         about = {"object": "model", "created": 0, "owned_by": "minitri", "max_model_len": context}
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
-
-    async def metrics(self, request: Request) -> Response:
-        """Counts and seconds for Prometheus, for clients with a key."""
-        self._admit(request)
-        return Response(generate_latest(), media_type="text/plain; version=0.0.4")
 
     async def health(self, _: Request) -> Response:
         why = self.worker.problem
