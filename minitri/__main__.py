@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        if argv and not argv[0].startswith("-") and argv[0] not in PROGRAMS:  # perhaps misspelled
+        if argv and argv[0].replace("-", "").isalpha() and argv[0] not in PROGRAMS:  # misspelled?
             from difflib import get_close_matches  # imports re
 
             for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.75):

@@ -194,8 +194,8 @@ class Engine(AbstractContextManager["Engine"]):
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
         A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
-        requests run faster whose top-k and kinds of filters are those of `sampling`. A request that
-        fails ends alone: see `End.error`. Raises `InputError` without room."""
+        all run slower while one has another top-k or kinds of filters than `sampling`. A request
+        that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
         generation = generation or GenerationConfig()

@@ -56,7 +56,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
     names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
-    for name in ["autoregressive", *names] if args.compare or args.row else names:
+    for name in ["autoregressive", *names] if args.compare or args.row is not None else names:
         method, _, tree = name.partition(":")
         methods[name] = arguments.taken(
             SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
@@ -87,9 +87,10 @@ def measure(args: argparse.Namespace) -> None:
     }
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
-    elif args.row:
-        alone = result.pop("autoregressive")
-        for name, row in result.items():
+    elif args.row is not None:
+        alone = result["autoregressive"]
+        for name in args.methods or ["auto"]:
+            row = result[name]
             print(
                 f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "
                 f"| {', '.join(f'{len(ids):,}' for ids in prompts)} "

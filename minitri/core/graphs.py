@@ -6,6 +6,7 @@ weights and caches must keep their addresses.
 """
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from minitri.core.errors import InputError, shorten
 
+ONE_AT_A_TIME = threading.Lock()  # captures, as their beginning waits for the whole device
 NUM_WARMUPS = 2  # before a capture: libraries choose kernels and allocate their workspaces
 
 Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
@@ -77,9 +79,10 @@ class GraphPool:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # Other threads may use the GPU meanwhile: another engine, or a user's own model.
+            # Other threads may launch kernels meanwhile, but draw nothing from CUDA's generator.
             mode = "thread_local"
-            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode=mode):
+            capture = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode=mode)
+            with ONE_AT_A_TIME, capture:
                 output = run()
         finally:
             if was_enabled:

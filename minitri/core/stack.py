@@ -48,7 +48,8 @@ class Stack:
         self.tuner = Autotuner(speculation.plans, predictor, use_clock=use_clock)
         # The retrieval cache is kept built from the start where that is cheap: a short text is just
         # copied, and K and V in host memory pass through the device anyway.
-        is_short = max(shape.prompt_lengths) <= max(shape.budgets)
+        longest = max(*shape.prompt_lengths, shape.generation.reserve)
+        is_short = longest <= max(shape.budgets)
         self.tuner.wants_retrieval |= is_short or memory.full.is_hosted
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)

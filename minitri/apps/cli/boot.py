@@ -87,7 +87,7 @@ def start_run(
     ) as run:
         if held := engine.held_tokens:  # those of --load-kv: a run has all others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
-            log.info("--load-kv: the prompt begins with %d of its %d tokens", used, len(held))
+            log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run
     log.info(report.outline(run))
     if args.save_kv is not None:

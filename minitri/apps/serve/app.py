@@ -105,6 +105,7 @@ class Service:
     max_open: int  # texts that may run or wait
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
     @property
     def num_open(self) -> int:
@@ -209,8 +210,10 @@ class Service:
 
     async def documents(self, request: Request) -> Response:
         """Reads a file, of any type that the chat reads, as text, and counts its tokens."""
-        with self._counted(self._admit(request), 1):
+        client = self._admit(request)
+        async with self.uploads:
             body = await read_body(request, "application/octet-stream", MAX_BYTES)
+        with self._counted(client, 1):
             read = await asyncio.wrap_future(READERS.submit(self.protocol.document, body))
         return Response(read, media_type="application/json")
 

@@ -38,9 +38,11 @@ class Protocol(NamedTuple):
     lenient: bool  # whether unknown fields are ignored
 
     def document(self, content: bytes) -> str:
-        """JSON with a file's text, format and tokens, in 32 characters per token of the context."""
+        """JSON with a file's text, its format, and how many tokens it has.
+        Estimated by the first 32 characters for each token of the context if there are more."""
         text, encoding = read_apart(content)
-        num_tokens = len(self.engine.tokenizer.encode_marked(text[: 32 * self.context]))
+        part = text[: 32 * self.context]
+        num_tokens = len(self.engine.tokenizer.encode_marked(part)) * len(text) // len(part)
         return json_line({"text": text, "format": encoding, "num_tokens": num_tokens})
 
     def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:

@@ -29,8 +29,8 @@ def probs_from_logits(logits_NV: Tensor, sampling: SamplingParams) -> Tensor:
 def probs_by_tensor(logits_BNV: Tensor, sampling: SamplingParams, numbers_B3: Tensor) -> Tensor:
     """Next-token distributions (B, N, V) of logits, without a host sync, for captured CUDA graphs.
     `sampling` says which filters are on, row b of `numbers_B3` (as `.numbers`) how strong."""
-    temperature, *others = numbers_B3.T[..., None, None]  # each (B, 1, 1)
-    numbers = (temperature.to(logits_BNV.dtype), *others)
+    temperature, top_p, log_min_p = numbers_B3.T[..., None, None]  # each (B, 1, 1)
+    numbers = (temperature.to(logits_BNV.dtype), top_p, log_min_p.to(logits_BNV.dtype))
     probs_BNV = filtered_probs(logits_BNV, sampling, numbers, sort_all=True)
     return torch.where(temperature == 0, greedy_probs(logits_BNV), probs_BNV)
 

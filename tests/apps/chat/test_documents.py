@@ -51,6 +51,8 @@ def test_the_text_of_pdf_and_html_is_read(read):
     assert read(pdf("It was a dark night.")) == "It was a dark night."
     page = "<!DOCTYPE html><style>p {}</style><h1>Ré &amp; Mi</h1><p>It <b>was</b>\ndark.<p>End."
     assert read(page.encode()) == "Ré & Mi\n\nIt was\ndark.\nEnd."
+    for encoding in ("latin-1", "utf-16-le"):
+        assert read(f"<html><p>{FRENCH}".encode(encoding)) == FRENCH.strip()
 
 
 @pytest.mark.parametrize(

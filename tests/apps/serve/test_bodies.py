@@ -74,6 +74,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(seed=1 << 64), "seed is", "at most 18446744073709551615"),
     (text(stop=[1]), "stop.0 is 1", "it must be a text"),
     (text(stop=[*(f"{n:04d}" for n in range(256)), "y"]), "stop", "at most 1024 characters"),
+    (text(structured_outputs={"regex": ["a"]}), "is {'regex': ['a']", "/docs"),
     (text(structured_outputs={"regex": "a", "json": {}}), "is {'regex': 'a'", "/docs"),
     (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "leave it out"),
     (text(response_format=FORM | {"schema": {}, "x": 1}), "response_format", "/docs"),

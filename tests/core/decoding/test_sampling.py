@@ -112,3 +112,12 @@ def test_sums_by_parts_are_the_sums_of_whole_rows(V):
     """Rows of float32 are added up in float64, by parts as on a GPU."""
     probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
     assert torch.allclose(sums_by_parts(probs), running_sums(probs), rtol=1e-15, atol=0)
+
+
+def test_a_token_at_the_border_of_min_p_is_kept_in_a_captured_step_as_alone():
+    """The border is rounded to the type of the logits in both."""
+    sampling = SamplingParams(1.0, min_p=0.5)
+    logits = torch.tensor([[0.0, -math.log(2), -1.0]])
+    numbers_B3 = torch.tensor([sampling.numbers], dtype=torch.float64)
+    [by_tensor] = probs_by_tensor(logits.unsqueeze(0), sampling, numbers_B3)
+    assert torch.equal(by_tensor, probs_from_logits(logits, sampling))

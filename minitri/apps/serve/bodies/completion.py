@@ -50,8 +50,10 @@ def read_form(form: Json | None) -> Grammar | None:
             return Grammar("json_schema", {"type": "object", **schema})
         case ["json_schema", ("schema", schema)]:
             return Grammar("json_schema", json.dumps(schema))
-        case [None, (("json" | "regex" | "choice" | "grammar") as name, text)]:
+        case [None, (("regex" | "grammar") as name, str(text))]:
             return Grammar(GRAMMARS.get(name, name), text)
+        case [None, ("json", (dict() | str()) as text)] | [None, ("choice", list(text))]:
+            return Grammar("json_schema" if "json" in given else "choice", text)
     raise InputError(f"the form is {shorten(repr(form), 60)}; see response_format at /docs")
 
 
