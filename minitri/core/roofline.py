@@ -33,7 +33,7 @@ class Machine:
     flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
-# Fitted to the tables of section "What auto gains" of tools/RESULTS.md.
+# Fitted to the tables of section "... what auto gains" of tools/RESULTS.md.
 CPU = Machine(30e9, 30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
 NARROW_CPU = replace(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from minitri.core.settings import StepPlan, num_nodes
 
-# Measured in sections "Ablation of the autotuner" and "What auto gains" of tools/RESULTS.md.
+# Measured in sections "Ablation of the autotuner" and "... what auto gains" of tools/RESULTS.md.
 FIRST_RATES = {"draft": 0.5, "retrieval": 0.95}  # assumed before a guess was tested
 FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict about a row
