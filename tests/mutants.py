@@ -15,7 +15,7 @@ TABLE = r"""
 core/decoding/test_enumeration.py::test_any_stages_give_the_target_distribution[sizes0]
   * resample from p-hat | core.decoding.verification:_sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   * biased acceptance numbers | core.decoding.verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1]**1.001
-  q without top-p | core.decoding.level:Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
+  q without top-p | core.decoding.level:Level.propose: new.probs_NV => 0.8 * new.probs_NV + 0.2 / new.probs_NV.shape[1]
   greedy draft scored with soft q | core.decoding.random_source:RandomSource.sample: sample_by_number( => (lambda p_BV, _: p_BV.argmax(1))(
   acceptance number reused for the recovered token | core.decoding.verification:_sample_next: -1 => last - 1
 core/decoding/test_enumeration.py::test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p[verify]
