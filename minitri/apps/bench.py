@@ -88,13 +88,12 @@ def measure(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     elif args.row is not None:
-        alone = result["autoregressive"]
         for name in args.methods or ["auto"]:
             row = result[name]
             print(
                 f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "
                 f"| {', '.join(f'{len(ids):,}' for ids in prompts)} "
-                f"| {alone['ms_per_token']['median']:.1f} "
+                f"| {result['autoregressive']['ms_per_token']['median']:.1f} "
                 f"| {row['ms_per_token']['median']:.1f} by {name} "
                 f"| {1 - 1 / row['tokens_per_step']:.0%} | {minitri.__version__} |"
             )

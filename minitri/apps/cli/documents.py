@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from minitri.devices.parallel.ranks import join
 
 MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
 HTML = re.compile("<html|<!doctype html")
+BLOCK = re.compile("^(p|div|li|t[rdh]|d[td]|option|br|title|blockquote|pre|h[1-6])$")
 WANTED = "text, or PDF or HTML"
 WANTED += "" if find_spec("bs4") else " with: pip install 'minitri[documents]'"
 
@@ -35,9 +36,11 @@ def read_document(file: str, flag: str) -> str:
 def read_apart(content: bytes) -> tuple[str, str]:
     """Text and format of a stranger's file, read in a process with limits. Raises `InputError`."""
     words = [sys.executable, "-P", "-m", "minitri.apps.cli.documents"]
-    options: Any = {"capture_output": True, "start_new_session": True}  # Ctrl-C is not for it
     with explain("the file cannot be read", f"give {WANTED}"):
-        done = subprocess.run(words, check=False, input=content, **options)
+        # In a session of its own, as Ctrl-C is not for it.
+        done = subprocess.run(
+            words, check=False, input=content, capture_output=True, start_new_session=True
+        )
         if done.returncode:
             raise ValueError("it takes more than 10 s or 1 GiB to read")
         text, encoding, problem = json.loads(done.stdout)
@@ -52,8 +55,10 @@ def answer() -> None:
     import resource  # not everywhere
 
     os.nice(19)
-    resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    limits = {resource.RLIMIT_CPU: 10, resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_CORE: 0}
+    for what, limit in limits.items():
+        with suppress(ValueError):  # the limit is lower already
+            resource.setrlimit(what, (limit, limit))
     try:
         read = (*_text_of(sys.stdin.buffer.read()), "")
     except Exception as error:
@@ -74,9 +79,7 @@ def _text_of(content: bytes) -> tuple[str, str]:
         text, encoding = ("", "") if has_charset else _decoded(content)
         if has_charset or HTML.search(text[:1024].lower()):
             page = import_module("bs4").BeautifulSoup(text or content, "html.parser")
-            for block in page(
-                re.compile("^(p|div|li|t[rdh]|d[td]|option|br|title|blockquote|pre|h[1-6])$")
-            ):
+            for block in page(BLOCK):
                 block.insert_before("\n")  # before, too: many paragraphs are not closed
                 block.insert_after("\n")
             text = re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip()

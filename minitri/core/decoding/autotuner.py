@@ -17,7 +17,7 @@ MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict 
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
-WINDOW = 128  # most tokens that a drafter reads to catch up
+WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `MOST_RECENT`
 CAUTION = 2  # a drafter catches up if the rest of the text is to win this many times its seconds
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
@@ -55,11 +55,11 @@ class Autotuner:
     def choose(self) -> StepPlan:
         """Chooses the plan of the next step, by predicted tokens per second of decoding. In the
         step before the first one with the retrieval cache, `plans[0]`'s pass selects its chunks."""
-        unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
-        build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
-        setup = {"draft": CAUTION * unread_seconds, "retrieval": build_seconds}
         if not self._use_clock or "target" in self._factors:
             if _proposers(self.plan) or self._num_choices % PAUSE == 0:
+                unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
+                build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
+                setup = {"draft": CAUTION * unread_seconds, "retrieval": build_seconds}
                 speeds = {plan: self._value(plan, setup) for plan in self._plans}
                 best = max(speeds, key=speeds.__getitem__)
                 if speeds[best] > HYSTERESIS * speeds[self.plan]:
