@@ -13,7 +13,7 @@ from tests.mutation import read_table
 TABLE = r"""
 # Every emitted token follows p
 core/decoding/test_enumeration.py::test_any_stages_give_the_target_distribution[sizes0]
-  * resample from p-hat | core.decoding.verification:_sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
+  * resample from p-hat | core.decoding.verification:_sample_next: (scale_B1 * p_BV).sub_(q_BV).clamp_min_(0) => p_BV
   * biased acceptance numbers | core.decoding.verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1]**1.001
   q without top-p | core.decoding.level:Level.propose: new.probs_NV => 0.8 * new.probs_NV + 0.2 / new.probs_NV.shape[1]
   greedy draft scored with soft q | core.decoding.random_source:RandomSource.sample: sample_by_number( => (lambda p_BV, _: p_BV.argmax(1))(

@@ -117,10 +117,9 @@ class Guesses(NamedTuple):
 
     def are_finite_B(self, p_BNV: Tensor) -> Tensor:
         """Boolean (B,): whether p and q are finite at all guesses of a row, and p after them."""
-        are_real_BN = self.are_real_BN
-        q_are_finite_BN = self.q_BNV.sum(2).isfinite() | ~are_real_BN
-        p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(are_real_BN, (1, 0), value=True)
-        return p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
+        sums_BN = p_BNV.sum(2)
+        sums_BN[:, 1:] += self.q_BNV.sum(2)
+        return (sums_BN.isfinite() | ~F.pad(self.are_real_BN, (1, 0), value=True)).all(1)
 
     def token_probs_BN(self, probs_BNV: Tensor) -> Tensor:
         """The probability of each guess (B, N) in the distributions `probs_BNV`."""
@@ -190,7 +189,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:  # as for the first token of a text: no row has a guess
-        return verify(p_BNV, uniforms_BN, guesses)
+        return _sample_next(p_BNV, uniforms_BN, guesses, guesses.counts_B)
     ratios_BN = guesses.token_probs_BN(p_BNV).double() / guesses.token_probs_BN(q_BNV).double()
     logs_BN = ratios_BN.log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
@@ -223,12 +222,13 @@ def _sample_next(
     scale_B1: Tensor | float = 1.0,
 ) -> Verdict:
     """Samples the token after accepted guesses: recovered (max(scale p - q, 0)), or bonus (p)."""
-    rows = torch.arange(len(p_BNV), device=p_BNV.device)
-    residual_BV = p_BV = p_BNV[rows, num_accepted_B]
+    residual_BV = p_BNV[:, 0]
     if last := guesses.tokens_BN.shape[1]:
+        rows = torch.arange(len(p_BNV), device=p_BNV.device)
+        p_BV = p_BNV[rows, num_accepted_B]
         q_BV = guesses.q_BNV[rows, num_accepted_B.clamp_max(last - 1)]
-        q_BV = q_BV.where((num_accepted_B < guesses.counts_B).unsqueeze(1), 0.0)
-        left_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
+        q_BV.masked_fill_((num_accepted_B >= guesses.counts_B).unsqueeze(1), 0.0)
+        left_BV = (scale_B1 * p_BV).sub_(q_BV).clamp_min_(0)
         residual_BV = left_BV.where(left_BV.sum(1, keepdim=True) > 0, p_BV)
     next_B = sample(residual_BV, uniforms_BN[:, -1])
     return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV), guesses.tokens_BN)

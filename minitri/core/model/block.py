@@ -43,15 +43,15 @@ def pack_block(
     """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer.
     It has token ids, positions, slots, and the places of outputs, from each row's last token on.
     Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
-    tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
-    tokens_BT.clamp_(max=model.config.vocab_size - 1)
-    offsets_T = torch.arange(size)
-    depths_T = offsets_T if depths_T is None else depths_T
-    positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
-    slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
-    lasts_B1 = torch.tensor([[len(row) - 1] for row in blocks])
-    return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1 + offsets_T))
+    last = model.config.vocab_size - 1
+    places = range(size)
+    depths = places if depths_T is None else depths_T.tolist()
+    tokens = [[min(token, last) for token in row] + [0] * (size - len(row)) for row in blocks]
+    positions = [[start + depth for depth in depths] for start in cache.next_positions]
+    slots = [[length + place for place in places] for length in cache.lengths]
+    outputs = [[len(row) - 1 + place for place in places] for row in blocks]
+    return torch.tensor([tokens, positions, slots, outputs])
 
 
 def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:

@@ -24,7 +24,8 @@ class Struct(ctypes.Structure):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field. Raises `AttributeError` if no field has this name."""
         getattr(self, name)
-        super().__setattr__(f"_{name}", value)  # keeps tensors alive
+        if not isinstance(value, int):
+            super().__setattr__(f"_{name}", value)  # keeps tensors alive, also those of a struct
         super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
     fill = ctypes.Structure.__init__  # sets some fields, and leaves the others
