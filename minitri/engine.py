@@ -22,11 +22,10 @@ from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, Sp
 from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
-from minitri.text.chat_template import Message
 from minitri.text.grammar import Grammar
 from minitri.text.prepare import prepare, prepare_all
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
-from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import Message, Tokenizer
 from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
 

@@ -37,9 +37,9 @@ engine/test_random_source.py::test_all_numbers_of_a_run_are_distinct[speculation
   reused noise | core.decoding.random_source:IndependentSource.uniforms: self._by_row[b] => self._by_row[b].manual_seed(7)
   * float32 uniforms | core.decoding.random_source:IndependentSource.uniforms: [b]) => [b]).float().double()
 core/decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
-  24-bit Gumbel noise | core.decoding.noise:hashed_uniforms: 12).double() + 0.5) => 40).double() + 0.5) * 2.0 ** 28
+  24-bit Gumbel noise | core.decoding.sampling:hashed_uniforms: 12).double() + 0.5) => 40).double() + 0.5) * 2.0 ** 28
 core/decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_another_position
-  * noise key of hash(seed + position) | core.decoding.noise:noise_keys: splitmix(torch.tensor(seed)) => seed
+  * noise key of hash(seed + position) | core.decoding.sampling:noise_keys: splitmix(torch.tensor(seed)) => seed
 test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near copy-coupled-0]
   coupled: one noise for a whole block | core.decoding.random_source:CoupledSource.numbers: start + => start + 0 *
 test_stream.py::test_every_request_gets_what_it_gets_alone[naive]
@@ -48,7 +48,7 @@ test_stream.py::test_every_request_gets_what_it_gets_alone[naive]
 core/decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   * rejected guesses left in the cache | core.decoding.level:Level._append: - bool(new.tokens) => - 0
 core/caches/test_streaming_cache.py::test_a_prompt_costs_one_pass_over_the_window[160-10]
-  streaming length not reset | core.drafters.draft_model:DraftRunner._read_window: self.cache.reset(b) => pass
+  streaming length not reset | core.runner:DraftRunner._read_window: self.cache.reset(b) => pass
 engine/test_switching_plans.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     | core.runner:ModelRunner.unread: sequence[num_read:] => sequence[max(num_read, len(sequence) - 1):]

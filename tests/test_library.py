@@ -27,7 +27,7 @@ from minitri import (
 )
 from minitri.core.model.block import read_block
 from minitri.devices.cpu.build import has_kernels
-from minitri.text.chat_template import ChatTemplate
+from minitri.text.tokenizer import ChatTemplate
 from tests.conftest import tiny_engine
 from tests.core.rigs import new_cache
 from tests.files.test_chat_template import CHATML

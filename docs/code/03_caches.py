@@ -6,10 +6,9 @@ from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.config import ModelConfig
-from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
-from minitri.core.runner import ModelRunner, Passes
+from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import SamplingParams, SpeculationConfig
 
 CPU, DTYPE, PLAIN = torch.device("cpu"), torch.float64, SamplingParams(1.0)

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import torch
 
-from minitri.core.decoding.noise import gumbel_argmax, noise_keys
 from minitri.core.decoding.reference import Model, Probs, triforce, verify_one
+from minitri.core.decoding.sampling import gumbel_argmax, noise_keys
 
 table = cache(lambda key: random.Random(key).sample([0.5, 0.25, 0.25], 3))
 

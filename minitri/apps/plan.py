@@ -112,7 +112,7 @@ def site_of(args: Namespace) -> Site:
         exits.import_pytorch()
         import torch
 
-        from minitri.core.offload.allocation import free_host_bytes
+        from minitri.core.memory import free_host_bytes
 
         name = "GPU of this machine"
         if not torch.cuda.is_available():

@@ -5,12 +5,14 @@ A `Memory` knows no request: for each run `stack.py` builds a cascade of models 
 """
 
 import contextlib
+import math
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,16 +22,16 @@ from minitri.core.caches.prefixes import PrefixCache, Store
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
-from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.drafters.plugin import Drafter
-from minitri.core.errors import FaultError, GrammarError, NotFiniteError, shorten
+from minitri.core.errors import FaultError, GrammarError, InputError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool
+from minitri.core.log import log
+from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Llama
-from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import Demand
-from minitri.core.runner import ModelRunner, Passes
+from minitri.core.offload.placement import Demand, choose_on_chip
+from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
@@ -167,6 +169,60 @@ def allocate(
         block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )
     return Memory(models, shape, full, prefix, runners, graphs, cache)
+
+
+def free_host_bytes() -> float:
+    """Bytes of host memory that are free for us, page cache included."""
+    free = [math.inf]
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        free.append(1024.0 * int(available.split()[0]))
+    with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        taken = dict(line.split() for line in lines)
+        limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - int(taken["anon"]) - int(taken["shmem"]))
+    return min(free)
+
+
+def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
+    """Bytes that each rank can use on its device, with its weights, and in host memory."""
+    ranks = target.execution.ranks
+    on_host = ranks.least(free_host_bytes()) / ranks.count
+    on_device = on_host
+    if target.device.type == "cuda":
+        # Memory that the allocator still keeps is in small blocks, of no use to large tensors.
+        torch.cuda.empty_cache()
+        on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
+    return on_device + needs.num_weight_bytes, on_host
+
+
+def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = None) -> FullCache:
+    """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
+    L = target.config.num_layers
+    shape = needs.shape
+    device = target.device
+    on_chip = L
+    size = (shape.num_rows, shape.capacity)
+    host = host or HostMemory(device)
+    try:
+        if device.type == "cuda":
+            on_device, on_host = room_for(target, needs)
+            on_host += host.num_free_bytes
+            on_chip = choose_on_chip(needs, on_device, on_host)
+        elif shape.generation.offload:
+            raise InputError("offload=True is for GPUs, and this is none; leave it out")
+        if on_chip == L:
+            return FullCache.allocate(target, *size, target.execution.make_slots or plain_slots)
+        log.debug("KV cache: %d of %d layers are on %s", on_chip, L, device)
+        return OffloadedFullCache(target, *size, on_chip=on_chip, host=host)
+    except (RuntimeError, OSError):  # out of memory, on CUDA too
+        needed = L * needs.kv_layer
+        raise InputError(
+            f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
+            f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "
+            "max_new_tokens, or use a smaller dtype"
+        ) from None
 
 
 class MemoryPool:

@@ -1,7 +1,8 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
-are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
+are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay. A
+`DraftRunner` guesses chains with a streaming cache, a whole round in one call if possible.
 Legend: B rows, T tokens, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
 packed_4BT: each block token's id [0], position [1] and slot [2]; [3, b, :N + 1] are the places in
 the block of row b's last token and of its guesses, where outputs are read.
@@ -16,15 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.random_source import RandomSource, sample_by_number
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.decoding.random_source import CoupledSource, RandomSource, sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Output, Proposal, Rows
 from minitri.core.graphs import Function, GraphPool
-from minitri.core.model.block import pack_block, unpack_block
+from minitri.core.model.block import pack_block, read_block, unpack_block
 from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
+
+MOST_RECENT = 124  # tokens that are reread; twice as many raised acceptance by less than 0.001
 
 
 @dataclass(eq=False)
@@ -239,3 +243,54 @@ class ModelRunner:
         self.text_filters[b] = text_filters
         if self.graphs:
             self.passes.numbers_B3[b] = torch.tensor(sampling.numbers, dtype=torch.float64)
+
+
+class DraftRunner(ModelRunner):
+    """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
+
+    cache: StreamingCache
+
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        """Slides the windows before a step; rereads rows that lack more than a block of tokens."""
+        super().prepare(sequences, active)
+        max_block = self.cache.settings.max_block
+        for b, sequence in enumerate(sequences):
+            if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
+                self._read_window(b, sequence[:-1])
+        self.cache.slide()
+
+    def draft(
+        self, sequences: Rows, active: Active, N: int, source: RandomSource
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts as a `ModelRunner`, but in one call if there are graphs or kernels for that."""
+        draft_round = self.model.execution.draft_round
+        # A call of compiled kernels takes uniform numbers, not noise.
+        is_one_call = draft_round and not isinstance(source, CoupledSource)
+        is_captured = self.graphs and self.has_captured_filters
+        if any(self.text_filters) or not (is_captured or is_one_call):
+            return super().draft(sequences, active, N, source)
+        starts = [len(sequence) for sequence in sequences]
+        numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
+        fresh = self.unread(sequences, active)
+        if self.graphs:
+            size = self.cache.settings.max_block  # one size, so that graphs are few
+            packed_4BT = pack_block(self.model, fresh, self.cache, size)
+            output = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
+            tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
+        else:
+            assert draft_round
+            V = self.passes.vocab_size
+            tokens_BN, probs_BNV = draft_round(self.cache, fresh, numbers_BN, self.sampling, V)
+        pairs = zip(fresh, active, strict=True)
+        self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
+        return tokens_BN, probs_BNV
+
+    def _read_window(self, b: int, tokens: list[int]) -> None:
+        """Refills row b of the cache with the first (sinks) and the latest of these tokens."""
+        settings = self.cache.settings
+        sinks = settings.num_sink_tokens
+        num_recent = min(settings.num_recent_tokens, MOST_RECENT)
+        window = tokens[:sinks] + tokens[sinks:][-num_recent:]
+        self.cache.reset(b)
+        read_block(self.model, [window], self.cache.row(b))
+        self.cache.hold(b, len(window), len(tokens))

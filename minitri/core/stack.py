@@ -109,7 +109,13 @@ class Stack:
         cache = memory.retrieval_cache
         prompt = state.prompt_ids
         self.stats.num_prompt_tokens += len(prompt)
-        num_held = state.stats.num_cached_tokens = self._reuse(b, state)
+        most = len(prompt) - 1  # tokens whose K and V may be those of an earlier text
+        if state.request.score_prompt:
+            most = 0
+        elif cache:  # tokens whose queries choose what the retrieval cache holds are always read
+            most -= cache.max_prompt_queries or most
+        num_held = memory.prefix.take(b, self.sequences, max(0, most))
+        state.stats.num_cached_tokens = num_held
         decodes_between = self._is_open or not memory.full.is_hosted
         for length in prefill(
             self.target,
@@ -130,16 +136,6 @@ class Stack:
         self.stats.num_prefilled_tokens += 1  # the last token, which `start` reads
         memory.prefix.publish(b, prompt[:-1])
         yield len(prompt)
-
-    def _reuse(self, b: int, state: RequestState) -> int:
-        """Copies K and V of an earlier text that begins like row b's prompt; returns how many."""
-        cache = self.memory.retrieval_cache
-        most = len(state.prompt_ids) - 1
-        if state.request.score_prompt:
-            most = 0
-        elif cache:  # tokens whose queries choose what the retrieval cache holds are always read
-            most -= cache.max_prompt_queries or most
-        return self.memory.prefix.take(b, self.sequences, max(0, most))
 
     def _chunk_size(self) -> int:
         """Tokens of a prompt's next chunk: few while other rows wait for their next token.

@@ -11,9 +11,8 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder
-from minitri.text.chat_template import ChatTemplate
 from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
-from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import ChatTemplate, Tokenizer
 
 
 def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokenizer:

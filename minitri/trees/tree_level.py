@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minitri.core.decoding.level import Level
-from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
+from minitri.core.decoding.sampling import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.verification import Active, Emitted, Output, Proposal, Rows
 from minitri.core.model.cache import gather_path
 from minitri.core.settings import StepPlan
@@ -113,7 +113,8 @@ class TreeLevel(Level):
         pairs = zip(sequences, proposal.tokens, strict=True)
         blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(sequences, active, blocks, proposal.shape, 0)
-        are_finite = finite_rows(proposal, output.probs_BNV)
+        sums_B = output.probs_BNV.sum((1, 2)) + proposal.probs_BNV.sum((1, 2))
+        are_finite = sums_B.isfinite().tolist()
         paths = Rows()
         emitted = list[Emitted]()
         for b, block in enumerate(blocks):
@@ -124,7 +125,9 @@ class TreeLevel(Level):
                 origins = [*proposal.origins[b][: len(path)], last]
                 tokens = [*(block[node] for node in path), token]
             paths.append(path)
-            emitted.append(output.emitted(b, tokens, origins, [0, *path][: len(tokens)]))
+            nodes = [0, *path][: len(tokens)]
+            places = (output.probs_BNV[b, nodes], output.logits_BNV[b, nodes])
+            emitted.append(Emitted(tokens, origins, *places))
         self.keep_paths(paths, active)
         self._append(sequences, emitted)
         return emitted
@@ -155,12 +158,3 @@ class TreeLevel(Level):
     def is_greedy(self, b: int) -> bool:
         """Whether row b samples at temperature 0, from one-hot distributions."""
         return self.runner.sampling[b].temperature == 0
-
-
-def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:
-    """For each row whether the distributions of verifier and drafter are finite at all nodes."""
-    nodes = [[True, *(token != MISSING for token in row)] for row in proposal.tokens]
-    are_real_BN = torch.tensor(nodes).to(probs_BNV.device)
-    sums_BN = probs_BNV[:, : are_real_BN.shape[1]].sum(2)
-    sums_BN[:, : proposal.probs_BNV.shape[1]] += proposal.probs_BNV.sum(2)
-    return (sums_BN.isfinite() | ~are_real_BN).all(1).tolist()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from minitri import SamplingParams
-from minitri.core.decoding.noise import noise_keys
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
+from minitri.core.decoding.sampling import noise_keys
 from tests.conftest import settings_of, texts_of, tiny_engine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10, 11], list(range(20, 90))]

@@ -10,9 +10,9 @@ import pytest
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
-from minitri.text import chat_template, sandbox
-from minitri.text.chat_template import ChatTemplate
+from minitri.text import sandbox, tokenizer
 from minitri.text.sandbox import Sandbox
+from minitri.text.tokenizer import ChatTemplate
 from tests.conftest import byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import write_gguf
@@ -135,7 +135,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
     """More time or memory than the limits is refused, too."""
-    monkeypatch.setattr(chat_template, "SANDBOX", Sandbox("template", 0.3, 1 << 29))
+    monkeypatch.setattr(tokenizer, "SANDBOX", Sandbox("template", 0.3, 1 << 29))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused("chat template", problem):
         ChatTemplate(template, {}).render(TALK[:2])

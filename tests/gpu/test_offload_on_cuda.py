@@ -8,8 +8,8 @@ import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.core.caches.full import FullCache
+from minitri.core.memory import allocate_full_cache
 from minitri.core.model.llama import Llama
-from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand

@@ -26,11 +26,10 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.sampling import pad_vocabulary, probs_of_rows, sample
 from minitri.core.decoding.verification import Proposal
-from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.model.block import empty_queries, read_block
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
-from minitri.core.runner import ModelRunner, Passes
+from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.text.prompt_ids import check_prompt
 from tools.paper.baselines.bounds import top_tokens

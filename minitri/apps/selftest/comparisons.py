@@ -31,8 +31,12 @@ from minitri.apps.cli.report import Json, progress_bar
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core import prefill, stats
 from minitri.core.caches.full import FullCache
-from minitri.core.decoding.noise import gumbel_scores, noise_keys
-from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
+from minitri.core.decoding.sampling import (
+    gumbel_scores,
+    noise_keys,
+    pad_vocabulary,
+    probs_from_logits,
+)
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.text import prepare, prompt_ids

@@ -128,8 +128,10 @@ def choose_rows(
 ) -> tuple[int, float]:
     """A shape's number of rows, or fewer, that fit into `gib` of memory, with the weights.
     `gib` None: `SHARE` of what is free. Also the GiB taken. Raises `InputError` below `fewest`."""
-    from minitri.core.memory import demand_of  # with PyTorch
-    from minitri.core.offload.allocation import room_for
+    from minitri.core.memory import (
+        demand_of,  # with PyTorch
+        room_for,
+    )
 
     models = engine.models
     needs = demand_of(models, shape)

@@ -135,8 +135,10 @@ class Level(Stage):
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
             last = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
-            origins = [*proposal.origins[b][: len(tokens) - 1], last][: len(tokens)]
-            emitted.append(output.emitted(b, tokens, origins, slice(len(tokens))))
+            N = len(tokens)
+            origins = [*proposal.origins[b][: N - 1], last][:N]
+            places = (output.probs_BNV[b, :N], output.logits_BNV[b, :N])
+            emitted.append(Emitted(tokens, origins, *places))
         self._append(sequences, emitted)
         return emitted
 

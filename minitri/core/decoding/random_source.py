@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from minitri.core.decoding.noise import gumbel_argmax, noise_keys
-from minitri.core.decoding.sampling import sample
+from minitri.core.decoding.sampling import gumbel_argmax, noise_keys, sample
 from minitri.core.decoding.verification import (
     Active,
     Proposal,

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.noise import gumbel_argmax
-from minitri.core.decoding.sampling import sample
+from minitri.core.decoding.sampling import gumbel_argmax, sample
 
 Rows = list[list[int]]  # tokens on the host, one list for each row of the batch
 Active = list[bool]  # for each row of the batch whether it takes part
@@ -84,12 +83,6 @@ class Output:
     logits_BNV: Tensor  # of the model alone
     filtered_BNV: Tensor  # logits after penalties, bias and grammar
 
-    def emitted(
-        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
-    ) -> "Emitted":
-        """The `Emitted` of row b, for tokens from the distributions at `places` of its block."""
-        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
-
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
@@ -137,14 +130,6 @@ class Verdict(NamedTuple):
     num_accepted_B: Tensor  # accepted guesses of each row
     next_B: Tensor  # the token after the accepted guesses: recovered, or bonus if all were accepted
     finite_B: Tensor  # whether all p and q that count are finite
-    tokens_BN: Tensor  # the guesses
-
-    def to_host(self) -> Rows:
-        """Each row's tokens: accepted guesses and the next one; none if p or q is not finite."""
-        # One copy from the device, for which the host waits.
-        packed_B3 = torch.stack((self.num_accepted_B, self.next_B, self.finite_B), 1)
-        rows = torch.cat((packed_B3, self.tokens_BN), 1).tolist()
-        return [[*tokens[:n], last] if finite else [] for n, last, finite, *tokens in rows]
 
 
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
@@ -153,7 +138,8 @@ without a host sync."""
 
 
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
-    """Applies a rule to a proposal: each row's accepted guesses and one token, none if failed."""
+    """Applies a rule to a proposal: each row's accepted guesses and one token.
+    No tokens of a row whose p or q is not finite."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]
@@ -164,8 +150,13 @@ def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) ->
         numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
     inputs = (numbers_BN, tokens_BN, q_BNV, torch.tensor(proposal.counts))
     numbers_BN, *guesses = (tensor.to(p_BNV.device, non_blocking=True) for tensor in inputs)
-    emitted = rule(p_BNV, numbers_BN, Guesses(*guesses)).to_host()
-    return [[] if b in proposal.failed else tokens for b, tokens in enumerate(emitted)]
+    verdict_B3 = torch.stack(rule(p_BNV, numbers_BN, Guesses(*guesses)), 1)
+    # One copy from the device, for which the host waits.
+    rows = enumerate(torch.cat((verdict_B3, guesses[0]), 1).tolist())
+    return [
+        [*tokens[:n], last] if is_finite and b not in proposal.failed else []
+        for b, (n, last, is_finite, *tokens) in rows
+    ]
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
@@ -211,7 +202,7 @@ def verify_coupled(p_BNV: Tensor, keys_BN: Tensor, guesses: Guesses) -> Verdict:
     choices_BN = gumbel_argmax(p_BNV, keys_BN)
     num_accepted_B = guesses.num_passed_B(choices_BN[:, :-1] == guesses.tokens_BN)
     next_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
-    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV), guesses.tokens_BN)
+    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV))
 
 
 def _sample_next(
@@ -231,4 +222,4 @@ def _sample_next(
         left_BV = (scale_B1 * p_BV).sub_(q_BV).clamp_min_(0)
         residual_BV = left_BV.where(left_BV.sum(1, keepdim=True) > 0, p_BV)
     next_B = sample(residual_BV, uniforms_BN[:, -1])
-    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV), guesses.tokens_BN)
+    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV))

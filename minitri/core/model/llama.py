@@ -176,18 +176,16 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, number: int) -> None:
         super().__init__()
-
-        def norm(*, is_there: bool) -> Any:
-            return make_norm(config.hidden_size, config, dtype) if is_there else nn.Identity()
-
-        before, after = config.norms_before, config.norms_after
+        norm: Any = functools.partial(make_norm, config.hidden_size, config, dtype)
+        before = norm if config.norms_before else nn.Identity
+        after = norm if config.norms_after else nn.Identity
         self.residual_scale = config.residual_scale
-        self.input_layernorm = norm(is_there=before)
+        self.input_layernorm = before()
         self.self_attn = Attention(config, dtype, number)
-        self.attention_output_norm = norm(is_there=after)
-        self.post_attention_layernorm = norm(is_there=before)
+        self.attention_output_norm = after()
+        self.post_attention_layernorm = before()
         self.mlp = MLP(config, dtype)
-        self.mlp_output_norm = norm(is_there=after)
+        self.mlp_output_norm = after()
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         mixed_BTE = self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)

@@ -81,13 +81,9 @@ def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
     """Share (D/2,) of each frequency that YaRN keeps: 1, then a linear ramp, then 0."""
     assert config.original_context
-
-    def dimension_turning(times: float) -> float:
-        ratio = config.original_context / (times * 2 * math.pi)  # type: ignore[operator]
-        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
-
-    low = dimension_turning(config.beta_fast)
-    high = dimension_turning(config.beta_slow)
+    turns = (config.beta_fast, config.beta_slow)  # in original_context, of the ramp's two ends
+    logs = (math.log(config.original_context / (times * 2 * math.pi)) for times in turns)
+    low, high = (head_dim * log / (2 * math.log(config.theta)) for log in logs)
     if config.truncate:
         low = math.floor(low)
         high = math.ceil(high)

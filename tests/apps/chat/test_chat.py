@@ -21,9 +21,8 @@ from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.files.archive import NOWHERE, Archive, state_folder
-from minitri.text.chat_template import ChatTemplate
 from minitri.text.special_tokens import SpecialTokens
-from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import ChatTemplate, Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3

@@ -21,8 +21,8 @@ from minitri.apps.serve.protocol import Protocol
 from minitri.core.requests import Event, Idle, Request
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import Stats
-from minitri.text.chat_template import ChatTemplate
 from minitri.text.prepare import prepare
+from minitri.text.tokenizer import ChatTemplate
 from minitri.worker import Worker
 from tests.apps.serve.templates import QWEN
 from tests.conftest import write_hf_folder

@@ -21,8 +21,8 @@ import pytest
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.serve import app
 from minitri.apps.serve.serving import SHARE, build_parser, choose_rows, main, open_worker
+from minitri.core import memory
 from minitri.core.log import LossyHandler, log
-from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
 from tests.conftest import refused, resident_bytes, write_hf_folder
@@ -81,7 +81,7 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     for change, num_rows in ((KIB, 8), (-KIB, 7)):  # by default a share of what was free before
         free = sizes[1][1] / SHARE - weights + change
         with monkeypatch.context() as patch:
-            patch.setattr(allocation, "free_host_bytes", lambda free=free: free * GIB)
+            patch.setattr(memory, "free_host_bytes", lambda free=free: free * GIB)
             assert choose(None, fewest=1)[0] == num_rows
     for num_rows, gib in (sizes[1], sizes[8], (1, float("nan"))):
         with refused(f"{num_rows} x 512 tokens of tiny"):

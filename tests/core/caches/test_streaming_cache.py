@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.errors import InputError
-from minitri.core.runner import Passes
+from minitri.core.runner import DraftRunner, Passes
 from minitri.core.settings import SLIDE, SamplingParams, SpeculationConfig
 from tests.core.rigs import Rig, fresh_read, random_prompt, tiny_config, tiny_model
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from minitri.core.decoding.noise import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
+from minitri.core.decoding.sampling import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
 from tests.core.statistics import FALSE_ALARM, p_value
 
 STEP = 0x9E3779B97F4A7C15 - 2**64

@@ -14,7 +14,7 @@ from minitri.core import runner
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.decoding import noise
+from minitri.core.decoding import sampling
 from minitri.core.graphs import GraphPool
 from minitri.core.model import block
 from minitri.core.model.cache import BlockKV
@@ -65,7 +65,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
     nonsense: a graph would have it as it was at capture."""
     in_step = []
-    monkeypatch.setattr(noise, "gumbel_scores", noise.dense_scores)
+    monkeypatch.setattr(sampling, "gumbel_scores", sampling.dense_scores)
 
     def unpack_block(packed_4BT):
         slots_BT = packed_4BT[2] if packed_4BT.shape[2] <= LONGEST_BLOCK else None

@@ -11,9 +11,8 @@ import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps import plan
-from minitri.core import roofline
+from minitri.core import memory, roofline
 from minitri.core.memory import MemoryPool, Models, allocate, demand_of
-from minitri.core.offload import allocation
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
 from minitri.core.roofline import Workload, num_weights, weights_per_pass
@@ -118,7 +117,7 @@ def test_a_plan_counts_the_copy_that_a_gpu_makes_by_default(call):
 
 
 def test_without_flags_this_machine_and_the_default_model_are_planned(call, monkeypatch):
-    monkeypatch.setattr(allocation, "free_host_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = call(plan.main, "--json").json
     assert (found["model"], found["hardware"]["gib"]) == (DEFAULT_MODEL, 8)
@@ -133,7 +132,7 @@ def test_a_run_gets_as_many_of_its_first_rows_as_memory_holds_and_one_at_least(m
     room = needs.on_device(models.target.config.num_layers) - needs.num_weight_bytes
     for num_missing, lengths in ((0, (90, 60)), (1, (90,)), (room, (90,))):
         free = room - num_missing
-        monkeypatch.setattr(allocation, "free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda free=free: free)
         fitting = MemoryPool(models).fitting(MemoryShape((90, 60, 60, 60), *run))
         assert fitting.prompt_lengths == lengths
 
@@ -179,7 +178,7 @@ def test_memory_that_caches_files_is_free(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n")
     (tmp_path / "memory.max").write_text("60000\n")
     (tmp_path / "memory.stat").write_text("anon 10000\nfile 35000\nshmem 5000\n")
-    monkeypatch.setattr(allocation, "Path", lambda path: tmp_path / Path(path).name)
-    assert allocation.free_host_bytes() == 45_000
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / Path(path).name)
+    assert memory.free_host_bytes() == 45_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert allocation.free_host_bytes() == 50 * 1024
+    assert memory.free_host_bytes() == 50 * 1024
