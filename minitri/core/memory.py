@@ -288,7 +288,6 @@ class MemoryPool:
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the `kept` memory and its captured graphs serve a run of the `new` shape."""
         old = kept.shape.speculation
-        cache = kept.retrieval_cache
         is_greedy = new.sampling.temperature == 0
         return (
             fits(kept, new)
@@ -297,7 +296,7 @@ class MemoryPool:
             and isinstance(old.policy, str)  # a user's policy object may have state of its run
             and (not kept.graphs or is_greedy or new.sampling.form == kept.shape.sampling.form)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
-            and (not cache or max(new.budgets) <= cache.max_budget)
+            and (not kept.retrieval_cache or max(new.budgets) <= max(kept.shape.budgets))
         )
 
 

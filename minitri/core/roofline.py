@@ -159,7 +159,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Predicted seconds of a stage's pass; 0 for lookup, which takes no pass."""
+        """Predicted seconds of a stage's pass; next to none for lookup, which takes no pass."""
         if stage == "draft" and not self.draft:
-            return 0.0
+            return 1e-9
         return self.read(stage, num_guesses).seconds(machine)

@@ -31,12 +31,18 @@ from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join
 from minitri.devices.parallel.split import SplitLlama
-from minitri.files.checkpoint import Checkpoint, check_drafter, fill, open_checkpoint, placements
+from minitri.files.checkpoint import (
+    Checkpoint,
+    check_drafter,
+    fill,
+    load_tokenizer,
+    open_checkpoint,
+    placements,
+)
 from minitri.files.fetch import LOOKUPS, default_draft, locate
 from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import MODELS, ModelChoice
 from minitri.files.snapshots import fingerprint_of
-from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 
 

@@ -65,13 +65,11 @@ class TreeLevel(Level):
                             row[children[0] : children[-1] + 1] = tokens
         probs_BNV = torch.stack(probs, 1)
         active_B11 = torch.tensor(active).view(-1, 1, 1).to(probs_BNV.device, non_blocking=True)
-        is_listed = isinstance(self.source, CoupledSource)
         return TreeProposal.of(
             [row[1:] for row in nodes],
             probs_BNV.where(active_B11, 0.0),  # other rows read padding
-            [[self.name] * (len(shape) - 1)] * len(sequences),
+            self.name,
             shape=shape,
-            is_listed=[is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:

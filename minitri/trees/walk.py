@@ -4,7 +4,8 @@ The children of a node are drawn without replacement from the drafter's distribu
 and tested in that order: the first against the verifier's p, each later one against the residual of
 p after the rejected siblings, with a new random number each (Sequoia, arXiv 2402.12374, algorithm
 2). If no child is accepted, the next token comes from the last residual. So every token follows p
-exactly. *Listed* children are the likeliest tokens: each drawn from a one-hot distribution.
+exactly. At temperature 0 the likeliest tokens are tried: one that the drafter's distribution
+excludes counts as drawn from a one-hot distribution.
 
 Legend: B rows, N nodes with the root, V vocab.
 """
@@ -29,8 +30,6 @@ class TreeProposal(Proposal):
     `probs_BNV` are the distributions that the children of each node were drawn from."""
 
     shape: TreeShape  # the nodes of every row's tree
-    is_listed: list[bool]
-    """Whether the nodes of each row are the likeliest ones, chosen without random numbers."""
 
     def depth(self, b: int) -> int:
         """Depth of row b's tree; 0 where nothing was guessed."""
@@ -74,7 +73,7 @@ def walk(
             if token == MISSING:
                 continue
             q_V = left_V / left_V.sum()
-            if proposal.is_listed[b]:
+            if left_V[token] == 0:
                 q_V = torch.nn.functional.one_hot(torch.tensor(token), len(q_V)).to(q_V)
             if float(uniforms[child]) * float(q_V[token]) < float(rest_V[token]):
                 path.append(child)

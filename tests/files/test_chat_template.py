@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from minitri.files.checkpoint import load_tokenizer
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text import sandbox, tokenizer
 from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import ChatTemplate

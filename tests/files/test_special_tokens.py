@@ -12,10 +12,9 @@ import sentencepiece
 from tokenizers import pre_tokenizers, processors
 
 import minitri
-from minitri.files.checkpoint import placements
+from minitri.files.checkpoint import load_tokenizer, placements
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from minitri.files.tokenizer_config import load_tokenizer
 from minitri.files.vocabulary import read_model
 from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer

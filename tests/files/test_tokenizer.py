@@ -9,9 +9,9 @@ import pytest
 
 import minitri
 from minitri import Grammar
+from minitri.files.checkpoint import load_tokenizer
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
 from minitri.text.text_stream import StreamDetokenizer
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary

@@ -53,9 +53,8 @@ def test_a_child_without_a_token_is_missing():
     assert likeliest(PROBS.log(), 5) == [0, 3, 2, MISSING, MISSING]
 
 
-def proposal_of(shape, tokens, q_IV, *, is_listed=False):
-    origins = [["draft"] * len(tokens)]
-    return TreeProposal.of([tokens], q_IV.unsqueeze(0), origins, shape=shape, is_listed=[is_listed])
+def proposal_of(shape, tokens, q_IV):
+    return TreeProposal.of([tokens], q_IV.unsqueeze(0), "draft", shape=shape)
 
 
 def test_a_row_that_guesses_nothing_takes_one_number():
@@ -71,21 +70,19 @@ def test_a_row_that_guesses_nothing_takes_one_number():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "is_listed", "uniforms", "wanted"),
+    ("tokens", "uniforms", "wanted"),
     [
-        ([2, MISSING], False, [0.1, 0.1, 0.0], ([1], 0)),
-        ([2, MISSING], False, [0.99, 0.3, 0.0], ([], 3)),
-        ([0, 2], True, [0.0, 0.49, 0.9], ([1], 0)),
-        ([0, 2], True, [0.0, 0.51, 0.39], ([2], 0)),  # 0.2 of the 0.5 that are left
-        ([0, 2], True, [0.99, 0.51, 0.41], ([], 3)),
+        ([2, MISSING], [0.1, 0.1, 0.0], ([1], 0)),
+        ([2, MISSING], [0.99, 0.3, 0.0], ([], 3)),
+        ([0, 2], [0.0, 0.49, 0.9], ([1], 0)),
+        ([0, 2], [0.0, 0.51, 0.39], ([2], 0)),  # 0.2 of the 0.5 that are left
+        ([0, 2], [0.99, 0.51, 0.41], ([], 3)),
     ],
 )
-def test_a_child_is_tested_against_what_its_elder_siblings_left(
-    tokens, is_listed, uniforms, wanted
-):
-    """Listed ones are accepted with the verifier's chance, missing ones are never tested."""
+def test_a_child_is_tested_against_what_its_elder_siblings_left(tokens, uniforms, wanted):
+    """The likeliest ones are accepted with the verifier's chance, missing ones never tested."""
     one_hot = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    proposal = proposal_of(FORK, tokens, one_hot, is_listed=is_listed)
+    proposal = proposal_of(FORK, tokens, one_hot)
     assert walk(proposal, 0, PROBS.expand(3, 4), exactly(uniforms)) == wanted
 
 

@@ -128,10 +128,7 @@ def choose_rows(
 ) -> tuple[int, float]:
     """A shape's number of rows, or fewer, that fit into `gib` of memory, with the weights.
     `gib` None: `SHARE` of what is free. Also the GiB taken. Raises `InputError` below `fewest`."""
-    from minitri.core.memory import (
-        demand_of,  # with PyTorch
-        room_for,
-    )
+    from minitri.core.memory import demand_of, room_for  # with PyTorch
 
     models = engine.models
     needs = demand_of(models, shape)

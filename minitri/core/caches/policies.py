@@ -15,14 +15,12 @@ Legend: L layers, T tokens, S slots, K KV heads, H query heads, D head dim, N ch
 chunk, R = H / K times tokens in the observation window.
 """
 
-import copy
 import math
 
 import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.errors import explain
 
 NEIGHBOR = 0.99  # least share of a chunk's score that the next one gets; below 1: no ties
 
@@ -53,31 +51,6 @@ class ChunkRetrieval(Policy):
         scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
-
-
-class CheckedPolicy(Policy):
-    """A copy of a user's policy; errors of the policy end the run with an `InputError`."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = copy.deepcopy(policy)
-        problem = f"the policy {type(policy).__name__} failed"
-        self._named = lambda: explain(problem, "correct it")
-        self.wants_prompt = getattr(policy, "wants_prompt", False)
-
-    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        with self._named():
-            scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
-            if scores_KN.shape != chunks_KNMD.shape[:2] or scores_KN.isnan().any():
-                raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
-        return scores_KN.to(q_KRD.device, torch.float32)
-
-    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        with self._named():
-            self._policy.observe(full, b, queries_LTHD, end)
-
-    def reset(self, b: int) -> None:
-        with self._named():
-            self._policy.reset(b)
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, T tok
 chunks that are kept, M tokens of a chunk, W observation window, R = W H / K.
 """
 
+import copy
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,7 +26,8 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
+from minitri.core.caches.policies import ChunkRetrieval, Policy
+from minitri.core.errors import explain
 from minitri.core.model.block import empty_queries
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.llama import Llama
@@ -42,7 +45,6 @@ class RetrievedRow:
     num_committed: int = 0  # length of the text so far, copied or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
     is_selected: bool = False  # whether chunks were selected in the target's latest pass
-    is_used: bool = True  # whether a step has guessed with the row since its last build
 
 
 class RetrievalCache(Cache):
@@ -55,18 +57,18 @@ class RetrievalCache(Cache):
         L = model.config.num_layers
         _, B, K, _, D = full.keys.shape
         self._full = full
-        is_default = speculation.policy == "retrieval"
-        self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)
+        self._is_users = speculation.policy != "retrieval"
+        users = copy.deepcopy(speculation.policy)
+        self._policy: Policy = users if self._is_users else ChunkRetrieval()
         self._settings = speculation
         window = speculation.observation_window
-        self.max_prompt_queries = None if self._policy.wants_prompt else window
+        self.max_prompt_queries = None if getattr(users, "wants_prompt", False) else window
         """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
-        self.max_budget = max(budgets)
         self._window = min(model.config.window, full.capacity)
         self._windowed = model.config.sliding_layers if self._window else ()
         plain = [layer for layer in range(L) if layer not in self._windowed]
         self._plain = plain if self._window else slice(None)
-        slots = pad_to_stride(max(self.max_budget, self._window) + speculation.room)
+        slots = pad_to_stride(max(*budgets, self._window) + speculation.room)
         small = (L, B, K, slots, D)
         make_slots = model.execution.make_slots or plain_slots
         super().__init__(*make_slots(small, model.dtype, model.device))
@@ -83,14 +85,21 @@ class RetrievalCache(Cache):
         budget = budget or self.rows[b].budget
         self.rows[b] = RetrievedRow(budget, self._settings.num_sink_tokens)
         self._queries[b] = []
-        self._policy.reset(b)
+        with self._asking():
+            self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Notes rotated queries of T tokens by which row b has grown, for the next selection."""
         W = self._settings.observation_window
         earlier = self._queries[b] if queries_LTHD.shape[1] < W else []
         self._queries[b] = [*earlier, queries_LTHD[:, -W:].clone()][-W:]
-        self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
+        with self._asking():
+            self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
+
+    def _asking(self) -> AbstractContextManager[None]:
+        """Context of calls of the policy: errors of a user's one become `InputError`s."""
+        problem = f"the policy {type(self._policy).__name__} failed"
+        return explain(problem, "correct it") if self._is_users else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
         """Called in a pass of the target: rebuilds one layer of the rows that are due for it."""
@@ -115,7 +124,7 @@ class RetrievalCache(Cache):
             self._copy_window(b)
             M = self._settings.chunk_size
             num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
-            self.rows[b] = RetrievedRow(row.budget, 0, num_whole, known, is_used=False)
+            self.rows[b] = RetrievedRow(row.budget, 0, num_whole, known)
             # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
@@ -147,7 +156,8 @@ class RetrievalCache(Cache):
         """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        is_needed = self.is_wanted and row.is_used and num_tokens > row.budget
+        is_used = row.num_committed > row.built_at  # a step has guessed with it since its build
+        is_needed = self.is_wanted and is_used and num_tokens > row.budget
         return is_needed and (is_old or is_worn)
 
     def _select(
@@ -167,7 +177,11 @@ class RetrievalCache(Cache):
         queries_WHD = torch.cat((*pieces, query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
         keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
-        scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
+        with self._asking():
+            scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD)
+            if self._is_users and (scores_KN.shape != (K, N) or scores_KN.isnan().any()):
+                raise ValueError(f"give numbers of shape {[K, N]}")
+        scores_KN = scores_KN.to(q_KRD.device, torch.float32, copy=True)
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
         heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
@@ -179,7 +193,6 @@ class RetrievalCache(Cache):
     def _copy_committed(self, b: int) -> None:
         """Copies row b's new exact K and V: to free slots, then over the least important ones."""
         row, end = self.rows[b], self._full.lengths[b]
-        row.is_used = True
         while (start := row.num_committed) < end:
             used = self.lengths[b]
             is_free = used < row.budget

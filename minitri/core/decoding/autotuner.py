@@ -78,7 +78,7 @@ class Autotuner:
         """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
         # The first round of each length is ignored: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
-            measured = seconds / self._predicted(stage, num_guesses)
+            measured = seconds / self.predict_seconds(stage, num_guesses)
             known = self._factors.get(stage, measured)
             # Outliers are capped: a stage that looks slow would not be timed again.
             self._factors[stage] = known + SMOOTHING * (min(measured, 2 * known) - known)
@@ -118,10 +118,7 @@ class Autotuner:
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
-        return self._factors.get(stage, default) * self._predicted(stage, round(num_guesses))
-
-    def _predicted(self, stage: str, num_guesses: float) -> float:
-        return max(self.predict_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
+        return self._factors.get(stage, default) * self.predict_seconds(stage, round(num_guesses))
 
 
 def _proposers(plan: StepPlan) -> list[str]:

@@ -38,9 +38,14 @@ class Proposal:
     """Rows for which a stage below met numbers that are not finite."""
 
     @classmethod
-    def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **fields: Any) -> Self:
-        """A proposal made of lists of tokens on the host; `fields` are its other fields."""
+    def of(
+        cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]] | str, **fields: Any
+    ) -> Self:
+        """A proposal made of lists of tokens on the host; `fields` are its other fields.
+        `origins` may be the name of the one stage that guessed all tokens."""
         counts = [len(row) for row in tokens]
+        if isinstance(origins, str):
+            origins = [[origins] * n for n in counts]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
         tokens_BN = torch.tensor(padded, dtype=torch.int64)
         tokens_BN = tokens_BN.to(probs_BNV.device, non_blocking=True)
@@ -49,7 +54,7 @@ class Proposal:
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """An empty proposal: a level that verifies it samples one token of each row."""
-        return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
+        return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), "")
 
     def with_forced(self, forced: Rows, origin: str) -> Self:
         """A copy in which tokens that a grammar forces replace a row's guesses, with one-hot q."""

@@ -99,8 +99,7 @@ class LookupDrafter(Stage):
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
             shape = (len(tokens), max(map(len, tokens)), self._target.passes.vocab_size)
             probs_BNV = torch.zeros(shape, device=self._target.model.device)
-            origins = [[self.name] * len(row) for row in tokens]
-            proposal = Proposal.of(tokens, probs_BNV, origins)
+            proposal = Proposal.of(tokens, probs_BNV, self.name)
             probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)
         return proposal
 

@@ -68,8 +68,7 @@ class PluggedDrafter(Stage):
                     row_guesses += [token] * on
         if not probs:
             return Proposal.nothing(len(sequences))
-        origins = [[self.name] * len(row) for row in guesses]
-        return Proposal.of(guesses, torch.stack(probs, 1), origins)
+        return Proposal.of(guesses, torch.stack(probs, 1), self.name)
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
         """The user's guess after `tokens`, as log-probabilities (V,); None: no guess."""

@@ -149,7 +149,7 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses():
     guessing = whole * (1 + 5 * machine.share_of_kv)
     assert work.seconds(machine, "target", 5) == pytest.approx(guessing)
     assert work.seconds(machine, "draft", 0) < 0.1 * alone
-    assert replace(work, draft=None).seconds(machine, "draft", 0) == 0
+    assert replace(work, draft=None).seconds(machine, "draft", 0) < 1e-8
     hosted = replace(work, hosted_share=1.0).seconds(machine, "target", 0)
     assert hosted == pytest.approx(10**6 * slot / 25e9)
     sliding = replace(SEVEN_B, sliding_window=1000, sliding_layers=tuple(range(8)))
