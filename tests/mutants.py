@@ -71,7 +71,7 @@ files/reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_
   guesses in flight count as certain | core.caches.prefixes:PrefixCache._reusable: min(self._full.lengths[b], most - 1) => self._full.lengths[b]
 # Stops
 test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
-  the first stop string of the list, not of the text | text.text_stream:StreamDetokenizer.__call__: min(ends) => ends[0]
+  the first stop string of the list, not of the text | text.tokenizer:StreamDetokenizer.__call__: min(ends) => ends[0]
 test_properties.py::test_a_text_ends_at_every_place_of_a_block
   EOS as bonus token ignored | core.generation:Generation._emit: origin, eos, => origin, () if origin == 'bonus' else eos,
 # Batches and runs

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from minitri import End, InputError, Request, SpeculationConfig, Token
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.text.text_stream import StreamDetokenizer
+from minitri.text.tokenizer import StreamDetokenizer
 from tests.conftest import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.strategies import Case, case_of, engine_of

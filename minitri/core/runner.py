@@ -51,13 +51,15 @@ class Passes:
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
-        output_places = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # (B, N + 1)
+        places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
-        if len(guesses_BN[0]):
-            block = block.with_guesses(output_places[:, 1:], guesses_BN)
+        T = packed_4BT.shape[2]
+        if len(guesses_BN[0]):  # those at places past the block's end are ignored
+            padded_BT = F.pad(block.tokens_BT, (0, 1))
+            tokens_BT = padded_BT.scatter(1, places_BN[:, 1:].clamp(max=T), guesses_BN)[:, :-1]
+            block = replace(block, tokens_BT=tokens_BT.contiguous())
         hidden_BTE = self.model.forward(block, self.cache, mask_TT, self.queries_LBTHD)
-        output_places = output_places.clamp(max=packed_4BT.shape[2] - 1)
-        return hidden_BTE.take_along_dim(output_places.unsqueeze(2), 1)
+        return hidden_BTE.take_along_dim(places_BN.clamp(max=T - 1).unsqueeze(2), 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Final hidden states (B, 1, E) after `tokens_B`, which replace the block's own tokens."""

@@ -107,17 +107,15 @@ class KVStore:
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
+        """Writes a block; if all then exceed `num_bytes`, deletes the oldest eighth of them."""
+        kinds = (".kvblock", ".unfinished")
         with self._warning():
             write_snapshot(path, block, self._origin, path.name)
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Deletes the oldest eighth of the store's files if all exceed `num_bytes` together."""
-        kinds = (".kvblock", ".unfinished")
-        ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
-        if sum(about.st_size for about in ours.values()) > self._num_bytes:
-            for file in sorted(ours, key=lambda file: ours[file].st_mtime)[: 1 + len(ours) // 8]:
-                file.unlink(missing_ok=True)
+            ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
+            if sum(about.st_size for about in ours.values()) > self._num_bytes:
+                oldest = sorted(ours, key=lambda file: ours[file].st_mtime)
+                for file in oldest[: 1 + len(ours) // 8]:
+                    file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

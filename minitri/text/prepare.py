@@ -11,8 +11,7 @@ from minitri.core.requests import Request, RequestState
 from minitri.core.settings import SamplingParams
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
-from minitri.text.text_stream import StreamDetokenizer
-from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import StreamDetokenizer, Tokenizer
 
 
 def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[RequestState]:

@@ -16,8 +16,7 @@ from minitri.files.checkpoint import load_tokenizer, placements
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.vocabulary import read_model
-from minitri.text.text_stream import StreamDetokenizer
-from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import StreamDetokenizer, Tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused, tiny_model
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import pieces, write_gguf

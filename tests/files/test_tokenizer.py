@@ -13,8 +13,7 @@ from minitri.files.checkpoint import load_tokenizer
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
-from minitri.text.text_stream import StreamDetokenizer
-from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
+from minitri.text.tokenizer import StreamDetokenizer, Tokenizer, check_same_vocabulary
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import pieces, write_gguf

@@ -9,7 +9,7 @@ slots of a cache, V vocab, N guesses.
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +38,6 @@ class Block:
     def lengths_B(self) -> Tensor | None:
         """Each row's cached length (B,) on the device, its first slot; None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
-
-    def with_guesses(self, guess_places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """A copy with guesses `tokens_BN` at these places of the block; past its end: ignored."""
-        padded_BT = F.pad(self.tokens_BT, (0, 1))
-        places_BN = guess_places_BN.clamp(max=self.tokens_BT.shape[1])
-        tokens_BT = padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1]
-        return replace(self, tokens_BT=tokens_BT.contiguous())
 
 
 class Llama(nn.Module):

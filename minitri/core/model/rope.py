@@ -58,7 +58,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     scale = 1.0
     kept: Tensor | float = float(config.kind in ("default", "longrope"))  # not interpolated share
     if config.kind == "llama3":
-        kept = _llama3_kept_share(plain, config)
+        assert config.original_context
+        low = config.low_freq_factor
+        turns = config.original_context * plain / (2 * math.pi)
+        kept = ((turns - low) / (config.high_freq_factor - low)).clamp(0, 1)  # 0 for long waves
     elif config.kind == "yarn":
         kept = _yarn_kept_share(config, head_dim)
         scale = config.attention_factor or 0.1 * math.log(config.factor) + 1
@@ -68,14 +71,6 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if config.frequency_divisors:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
-
-
-def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Share (D/2,) of each frequency that llama3 scaling keeps: 0 for long waves, rising to 1."""
-    assert config.original_context
-    turns = config.original_context * plain / (2 * math.pi)
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    return kept.clamp(0, 1)
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from minitri.text.text_stream import overlap
+from minitri.text.tokenizer import overlap
 
 THINK = "<think>"
 END_THINK = "</think>"
