@@ -83,9 +83,9 @@ engine/test_drafters_that_fail.py::test_one_row_of_four_fails_alone_and_leaves_n
   a row that is not finite goes on | core.decoding.verification:Verdict.to_host: if finite else => if True else
 # Trees
 trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_distribution[forks]
-  siblings share the number of their tests | trees.walk:walk: uniforms[child] => uniforms[node + 1]
-  a younger sibling tested against p, not the residual | trees.walk:walk: rest_V[token] => probs_NV[node][token]
-  * children drawn with replacement | trees.walk:draw_children: left_V[token] = 0 => pass
+  siblings share the number of their tests | trees.tree_level:walk: uniforms[child] => uniforms[node + 1]
+  a younger sibling tested against p, not the residual | trees.tree_level:walk: rest_V[token] => probs_NV[node][token]
+  * children drawn with replacement | trees.tree_level:draw_children: left_V[token] = 0 => pass
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
     | trees.tree_shape:TreeShape.mask_TT: mask_TT[node] |= mask_TT[parent] => mask_TT[node, :node] = True

@@ -4,9 +4,8 @@ import torch
 
 from minitri.core.decoding.text_filters import paths_of
 from minitri.core.settings import StepPlan
-from minitri.trees.tree_level import TreeLevel
+from minitri.trees.tree_level import MISSING, TreeLevel, draw_children, walk
 from minitri.trees.tree_shape import TreeShape
-from minitri.trees.walk import MISSING, draw_children, walk
 from tests.core import exactness
 from tests.core.exactness import EDGE, ScriptedSource, TableRunner, cells, exactly
 

@@ -7,9 +7,15 @@ import torch
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Meter, Stats
-from minitri.trees.tree_level import TreeLevel
+from minitri.trees.tree_level import (
+    MISSING,
+    TreeLevel,
+    TreeProposal,
+    draw_children,
+    likeliest,
+    walk,
+)
 from minitri.trees.tree_shape import TreeShape, sequences
-from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
 from tests.core.exactness import exactly
 from tests.trees.exactness import largest_error
 
