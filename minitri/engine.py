@@ -58,7 +58,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.snapshot_note = ""
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, TreeLevel))
         self._memory: MemoryPool | None = pool
-        self._worker: Worker | None = None
+        # Refers to no engine, so that one which nobody needs is freed at once.
+        self._worker = Worker(lambda shape: open_run(pool.fitting(shape), pool, tokenizer))
 
     def __repr__(self) -> str:
         if self._memory is None:
@@ -203,11 +204,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), speculation)
-        return self._open(shape)
-
-    def _open(self, shape: MemoryShape) -> Generation:
-        make = partial(prepare, model=self.model, tokenizer=self.tokenizer)
-        return Generation([], shape, self._pool, make)
+        return open_run(shape, self._pool, self.tokenizer)
 
     def _merge(
         self,
@@ -252,11 +249,6 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> tuple[Worker, Request, MemoryShape]:
         """For `agenerate`: the worker, the request, and the memory shape of the run to join."""
         check_process(self.models)
-        if self._worker is None:
-            with self.models.lock:
-                self._worker = self._worker or Worker(
-                    lambda shape: self._open(self._pool.fitting(shape))
-                )
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = self._merge(**settings)
@@ -299,11 +291,17 @@ class Engine(AbstractContextManager["Engine"]):
 
     def close(self) -> None:
         """Ends all runs, after a step at most, and frees all; later calls raise `InputError`."""
-        if self._memory is None:
+        memory, self._memory = self._memory, None
+        if memory is None:
             return
-        if self._worker:
-            self._worker.close()
-        for run in [*self._memory.runs]:
+        self._worker.close()
+        del self._worker  # with the models that it would open a run of
+        for run in [*memory.runs]:
             run.close()
-        self._memory.clear()
-        self._memory = None
+        memory.clear()
+
+
+def open_run(shape: MemoryShape, pool: MemoryPool, tokenizer: Tokenizer) -> Generation:
+    """Starts a run of this shape that takes requests until it is closed."""
+    make = partial(prepare, model=pool.models.target, tokenizer=tokenizer)
+    return Generation([], shape, pool, make)

@@ -14,7 +14,7 @@ from typing import Any
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import GrammarError, InputError, NotFiniteError
-from minitri.core.memory import MemoryPool, as_fault, computing
+from minitri.core.memory import MemoryPool, computing, fault_of
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import End, Event, Idle, PrefillProgress, Request, RequestState
 from minitri.core.scheduler import Scheduler
@@ -62,10 +62,10 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 return next(self._events)
             except BaseException as error:
                 is_over = isinstance(error, StopIteration)
-                is_fault = as_fault(error, self._pool.models) is not error  # no memory, or NaN
                 # K and V stay after Ctrl-C or an open run's fault; a bug may half-write them.
-                is_stopped = not isinstance(error, Exception)
-                is_kept = is_over or is_stopped or (is_fault and self._prepare is not None)
+                is_kept = is_over or not isinstance(error, Exception)
+                if self._prepare and fault_of(error, self._pool.models):  # no memory, or NaN
+                    is_kept = True
                 self._end(is_kept=is_kept, was_interrupted=not is_over)
                 raise
 
@@ -228,8 +228,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
         """Ends row b by `error` and lets an open run go on; raises bugs, and all in closed runs."""
-        fault = as_fault(error, self._pool.models)
-        if fault is error or not self._prepare:
+        fault = fault_of(error, self._pool.models)
+        if not (fault and self._prepare):
             raise error
         state = self._scheduler.admitted[b]
         state.finish_reason = "failed"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,7 +35,6 @@ from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
-E = TypeVar("E", bound=BaseException)
 WORTH_COPYING = 64  # tokens that a prompt shares with an old text: copied to a larger new cache
 
 
@@ -76,17 +75,17 @@ def check_process(models: Models) -> None:
 
 @contextlib.contextmanager
 def computing(models: Models) -> Iterator[None]:
-    """Context for all computation: holds the models' lock, and maps errors by `as_fault`."""
+    """Context for all computation: holds the models' lock, and raises `fault_of` an error."""
     check_process(models)
     try:
         with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
             yield
     except (RuntimeError, MemoryError, NotFiniteError) as error:
-        raise as_fault(error, models) from error.__cause__
+        raise (fault_of(error, models) or error) from error.__cause__
 
 
-def as_fault(error: E, models: Models) -> E | FaultError:
-    """A `FaultError` for lack of memory or numbers that are not finite, else the error itself."""
+def fault_of(error: BaseException, models: Models) -> FaultError | None:
+    """A `FaultError` for lack of memory or numbers that are not finite; None for other errors."""
     model = models.target
     if isinstance(error, GrammarError):
         return FaultError(f"the grammar is too complex here ({error}); simplify it")
@@ -105,7 +104,7 @@ def as_fault(error: E, models: Models) -> E | FaultError:
             "lower max_new_tokens=",
             "lower prefill_chunk=",
         )
-    return error
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,8 +222,7 @@ class ModelRunner:
 
     def reset(self, b: int) -> None:
         self.cache.reset(b)
-        self.sampling[b] = SamplingParams()  # greedy, which captured passes can always apply
-        self.text_filters[b] = None
+        self.set_sampling(b, SamplingParams())  # greedy, which captured passes can always apply
 
     def of_rows(self, rows: slice) -> Self:
         """A runner of a slice of the rows, on the same memory; not for captured passes."""
