@@ -10,8 +10,8 @@ from minitri.core.config import ModelConfig
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.offload.streams import HostMemory
 from minitri.core.roofline import CARDS, Workload
 from minitri.core.settings import SpeculationConfig
 from minitri.files.named_models import MODELS

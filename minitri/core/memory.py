@@ -28,9 +28,9 @@ from minitri.core.graphs import GraphPool
 from minitri.core.log import log
 from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Llama
-from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand, choose_on_chip
+from minitri.core.offload.streams import HostMemory
 from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.benchmark import Timer
 
-from minitri.core.offload.host_memory import host_memory
+from minitri.core.offload.streams import host_memory
 
 
 def read_bandwidth(device: torch.device) -> float:

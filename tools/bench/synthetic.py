@@ -30,8 +30,8 @@ from minitri.core.decoding.verification import Proposal
 from minitri.core.errors import InputError
 from minitri.core.memory import Models, computing
 from minitri.core.model.llama import Llama
-from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.offload.streams import HostMemory
 from minitri.core.requests import Request
 from minitri.core.roofline import CARDS, CPU, Workload
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig

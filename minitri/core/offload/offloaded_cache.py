@@ -21,8 +21,7 @@ from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.model.cache import BlockKV, gather_path, write_block
 from minitri.core.model.llama import Llama
-from minitri.core.offload.host_memory import HostMemory
-from minitri.core.offload.streams import CopyStream, synchronize
+from minitri.core.offload.streams import CopyStream, HostMemory, synchronize
 from minitri.core.settings import LONGEST_BLOCK, pad_to_stride
 
 

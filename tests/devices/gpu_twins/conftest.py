@@ -19,8 +19,8 @@ from minitri.core.graphs import GraphPool
 from minitri.core.model import block
 from minitri.core.model.cache import BlockKV
 from minitri.core.model.llama import Block, Llama
-from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.offload.streams import HostMemory
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
 from tests.conftest import fill

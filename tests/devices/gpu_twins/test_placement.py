@@ -13,8 +13,8 @@ from minitri import GenerationConfig, InputError, SamplingParams, SpeculationCon
 from minitri.apps import plan
 from minitri.core import memory, roofline
 from minitri.core.memory import MemoryPool, Models, allocate, demand_of
-from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
+from minitri.core.offload.streams import HostMemory
 from minitri.core.roofline import Workload, num_weights, weights_per_pass
 from minitri.core.shape import MemoryShape
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
