@@ -32,7 +32,7 @@ def verify(proposer: str, rate: float, num_guesses: int) -> int:
 def step(plan: StepPlan, draft_rate: float, retrieval_rate: float) -> tuple[int, float]:
     """Tokens and seconds of a step."""
     drafting = plan.gamma1 * seconds("draft", 0)
-    if not plan.uses_retrieval:
+    if not plan.gamma2:
         num_tokens = verify("draft", draft_rate, plan.gamma1)
         return num_tokens, drafting + seconds("target", plan.gamma1)
     block, taken = 0, 0.0

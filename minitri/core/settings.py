@@ -179,12 +179,9 @@ class StepPlan:
         return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
 
     @property
-    def uses_drafter(self) -> bool:
-        return self.gamma1 > 0
-
-    @property
-    def uses_retrieval(self) -> bool:
-        return self.gamma2 > 0
+    def proposers(self) -> list[str]:
+        """Names of the stages that guess, the lowest first."""
+        return ["draft"] * (self.gamma1 > 0) + ["retrieval"] * (self.gamma2 > 0)
 
 
 @dataclass(frozen=True)

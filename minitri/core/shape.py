@@ -20,11 +20,11 @@ class MemoryShape:
 
     @property
     def uses_drafter(self) -> bool:
-        return any(plan.uses_drafter for plan in self.speculation.plans)
+        return any("draft" in plan.proposers for plan in self.speculation.plans)
 
     @property
     def uses_retrieval(self) -> bool:
-        return any(plan.uses_retrieval for plan in self.speculation.plans)
+        return any("retrieval" in plan.proposers for plan in self.speculation.plans)
 
     @property
     def capacity(self) -> int:

@@ -69,7 +69,7 @@ def shape_of(plan: StepPlan) -> TreeShape:
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
-    rates = [FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]]
+    rates = [FIRST_RATES[plan.proposers[0]]]
     rejected = 1 - rates[0]  # chance that all earlier siblings are rejected
     for _ in range(MAX_CHILDREN - 1):
         rates.append(rejected * YOUNGER_RATE)

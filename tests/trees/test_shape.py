@@ -62,6 +62,6 @@ def test_plans_that_guess_below_the_target_have_the_tree():
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
     plans = SpeculationConfig("auto", tree="16").plans
-    assert {(plan.tree, plan.uses_drafter) for plan in plans} == {("16", True), ("", False)}
+    assert {(plan.tree, plan.gamma1 > 0) for plan in plans} == {("16", True), ("", False)}
     with pytest.raises(InputError, match="^gamma1 is "):
         SpeculationConfig(gamma1=2, tree="4x3")

@@ -16,9 +16,9 @@ def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Mach
         "target": work.read("target", plan.gamma2 or plan.gamma1),
         "autoregressive": work.read("target", 0),
     }
-    if plan.uses_retrieval:
+    if "retrieval" in plan.proposers:
         passes["retrieval"] = work.read("retrieval", plan.gamma1)
-    if plan.uses_drafter and work.draft is not None:
+    if "draft" in plan.proposers and work.draft is not None:
         passes["draft"] = work.read("draft", 0)
     half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
     chunk = half.read("target", prefill_chunk - 1)

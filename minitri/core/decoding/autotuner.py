@@ -44,7 +44,7 @@ class Autotuner:
         self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
-        self.wants_retrieval = all(plan.uses_retrieval for plan in plans)
+        self.wants_retrieval = all("retrieval" in plan.proposers for plan in plans)
         """Whether the retrieval cache is to be built; without, plans that use it cost that, too."""
         # Steps since a stage was used, minus those that must pass before it gets a bonus.
         self._num_unused = dict.fromkeys(FIRST_RATES, -PATIENCE)
@@ -56,7 +56,7 @@ class Autotuner:
         """Chooses the plan of the next step, by predicted tokens per second of decoding. In the
         step before the first one with the retrieval cache, `plans[0]`'s pass selects its chunks."""
         if not self._use_clock or "target" in self._factors:
-            if _proposers(self.plan) or self._num_choices % PAUSE == 0:
+            if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
                 build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
                 setup = {"draft": CAUTION * unread_seconds, "retrieval": build_seconds}
@@ -65,10 +65,10 @@ class Autotuner:
                 if speeds[best] > HYSTERESIS * speeds[self.plan]:
                     self.plan = best
             self._num_choices += 1
-        if self.plan.uses_retrieval and not self.wants_retrieval:
+        if self.plan.gamma2 and not self.wants_retrieval:
             self.wants_retrieval = True
             return self._plans[0]
-        used = _proposers(self.plan)
+        used = self.plan.proposers
         self._num_unread = 0 if "draft" in used else min(self._num_unread + 1, WINDOW)
         for stage, n in self._num_unused.items():
             self._num_unused[stage] = -PATIENCE if stage in used else n + 1
@@ -96,19 +96,19 @@ class Autotuner:
         num_guesses = tree or length
         # Each pass of the drafter reads the nodes so far, half of them on average.
         seconds = plan.gamma1 * self._cost("draft", tree / 2)
-        if plan.uses_retrieval:
+        if plan.gamma2:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
             length = plan.gamma2 + (per_round - 1) / 2  # the last round overshoots
             seconds = length / per_round * (seconds + self._cost("retrieval", num_guesses))
             num_guesses = length
-        rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
+        rate = self._rate("retrieval" if plan.gamma2 else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
         """Predicted tokens per second, with the bonus of unused stages, less seconds to set up."""
-        num_steps = max((0, *(self._num_unused[stage] for stage in _proposers(plan))))
+        num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
-        seconds = sum(setup[stage] for stage in _proposers(plan))
+        seconds = sum(setup[stage] for stage in plan.proposers)
         return speed / (1 + seconds * speed / self.num_left)
 
     def _rate(self, proposer: str) -> float:
@@ -119,10 +119,6 @@ class Autotuner:
         """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
         return self._factors.get(stage, default) * self.predict_seconds(stage, round(num_guesses))
-
-
-def _proposers(plan: StepPlan) -> list[str]:
-    return ["draft"] * plan.uses_drafter + ["retrieval"] * plan.uses_retrieval
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:

@@ -155,9 +155,9 @@ class Level(Stage):
         lengths = {  # of drafts; the retrieval level makes all tokens after the first alike
             plan.gamma1 or min(plan.gamma2, 2)
             for plan in plans
-            if self.name == ("draft" if plan.uses_drafter else "retrieval") and not plan.tree
+            if [self.name] == plan.proposers[:1] and not plan.tree
         }
-        for N in lengths - {0}:
+        for N in lengths:
             self.runner.draft([[0]] * B, [False] * B, N, self.source)
 
     def prepare(self, sequences: Rows, active: Active) -> None:

@@ -49,9 +49,9 @@ def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_cl
     rates = {"draft": draft_rate, "retrieval": retrieval_rate}
     tuner = tuner_after(costs, rates, predicted=COSTS if use_clock else costs, use_clock=use_clock)
     first, plan = tuner.choose(), tuner.choose()
-    assert first == (AR if plan.uses_retrieval else plan)
+    assert first == (AR if bool(plan.gamma2) else plan)
     assert plan.method == best
-    assert tuner.wants_retrieval == plan.uses_retrieval
+    assert tuner.wants_retrieval == bool(plan.gamma2)
     assert tuner.plan == plan
     assert tuner.tokens_per_second(plan) == max(map(tuner.tokens_per_second, PLANS))
 

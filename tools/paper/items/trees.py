@@ -48,7 +48,7 @@ def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
     """Over autoregressive decoding of 7B after 122,880 tokens on an A100, by bytes over bandwidth;
     a pass of the proposer reads all nodes that the tree has so far."""
     costs = functools.partial(on_chip(122_880).seconds, A100)
-    proposer = "draft" if plan.uses_drafter else "retrieval"
+    proposer = plan.proposers[0]
     shape = shape_of(plan) if plan.tree else sequences(1, plan.gamma1 or plan.gamma2)
     known = itertools.accumulate(shape.sizes[:-1])
     seconds = sum(costs(proposer, nodes - 1) for nodes in known) + costs("target", len(shape) - 1)
