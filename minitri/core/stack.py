@@ -54,18 +54,19 @@ class Stack:
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
         self.source: RandomSource = CoupledSource() if speculation.coupled else independent
-        drafters = list[Stage]()  # made before the levels, as statistics list the lowest first
+        drafter: Stage | None = None  # made before the levels: statistics list the lowest first
         if shape.uses_drafter and not models.draft:
-            if models.drafter is None:
-                drafters.append(LookupDrafter(self.meter, runners["target"]))
-            else:
-                where = (self.meter, runners["target"], self.source)
-                drafters.append(PluggedDrafter(*where, models.drafter))
+            where = (self.meter, runners["target"])
+            drafter = (
+                LookupDrafter(*where)
+                if models.drafter is None
+                else PluggedDrafter(*where, self.source, models.drafter)
+            )
         *below, target = [
             models.level_type(name, self.meter, runner, self.source)
             for name, runner in runners.items()
         ]
-        self.cascade = Cascade(self.sequences, self.meter, target, *drafters, *below)
+        self.cascade = Cascade(self.sequences, self.meter, target, drafter, *below)
         if memory.graphs:
             self._capture(memory.graphs)
 
