@@ -157,7 +157,7 @@ class TreeLevel(Level):
         """Draws tokens for a node's children from `output` at its place in row b's block.
         They are random, or the best ones, by coupled noise or without."""
         probs_V = output.probs_BNV[b, place]
-        if self.is_greedy(b):
+        if self.runner.sampling[b].temperature == 0:
             return likeliest(output.filtered_BNV[b, place], num_children)
         if isinstance(self.source, CoupledSource):
             key = self.source.keys(b, torch.tensor(position)).to(probs_V.device)
@@ -227,7 +227,3 @@ class TreeLevel(Level):
                     gather_path(runner.passes.queries_LBTHD.transpose(2, 3), b, 0, path)
         pairs = zip(paths, active, strict=True)
         runner.cache.advance([1 + len(path) if on else 0 for path, on in pairs])
-
-    def is_greedy(self, b: int) -> bool:
-        """Whether row b samples at temperature 0, from one-hot distributions."""
-        return self.runner.sampling[b].temperature == 0

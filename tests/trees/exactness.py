@@ -74,9 +74,6 @@ class TreeRunner(TableRunner):
             if active[b]:
                 self.memory[b] += [self.blocks[b][node] for node in (0, *path)]
 
-    def is_greedy(self, b):
-        return False
-
 
 class ScriptedTrees(ScriptedSource):
     """A scripted random source for trees."""
@@ -98,7 +95,7 @@ def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings
     def make_level(name, meter, table, text_filters, source) -> TreeLevel:
         runner = TreeRunner(table, len(text_filters), text_filters)
         level = TreeLevel(name, meter, runner, source)
-        for part in ("read_tree", "keep_paths", "is_greedy"):
+        for part in ("read_tree", "keep_paths"):
             setattr(level, part, getattr(runner, part))
         level.draw, level.walk = source.draw, source.walk
         level.shape = lambda: shape if meter.tuner.plan.tree else None
