@@ -23,11 +23,8 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """Error: logits or distributions of a row are not finite."""
-
-
-class GrammarError(NotFiniteError):
-    """Error: a row has no distribution, as its grammar's matcher has failed; it says why."""
+    """Error: logits or distributions of a row are not finite.
+    Its text says why the matcher of the row's grammar has failed, if that is the reason."""
 
 
 def shorten(text: object, limit: int = 200) -> str:

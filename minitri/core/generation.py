@@ -13,7 +13,7 @@ from typing import Any
 
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
-from minitri.core.errors import GrammarError, InputError, NotFiniteError
+from minitri.core.errors import InputError, NotFiniteError
 from minitri.core.memory import MemoryPool, computing, fault_of
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import End, Event, Idle, PrefillProgress, Request, RequestState
@@ -220,7 +220,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""
-            raise new.error or (GrammarError(reason) if reason else NotFiniteError())
+            raise new.error or NotFiniteError(reason)
         num_top = state.request.generation.logprobs
         if num_top is None:
             return [()] * len(new.tokens)

@@ -23,7 +23,7 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
 from minitri.core.drafters.plugin import Drafter
-from minitri.core.errors import FaultError, GrammarError, InputError, NotFiniteError, shorten
+from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool
 from minitri.core.log import log
 from minitri.core.model.cache import plain_slots
@@ -87,9 +87,9 @@ def computing(models: Models) -> Iterator[None]:
 def fault_of(error: BaseException, models: Models) -> FaultError | None:
     """A `FaultError` for lack of memory or numbers that are not finite; None for other errors."""
     model = models.target
-    if isinstance(error, GrammarError):
-        return FaultError(f"the grammar is too complex here ({error}); simplify it")
     if isinstance(error, NotFiniteError):
+        if reason := str(error):  # of its grammar
+            return FaultError(f"the grammar is too complex here ({reason}); simplify it")
         names = dict.fromkeys(m.config.name for m in (model, models.draft) if m)
         return FaultError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
