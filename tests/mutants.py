@@ -80,7 +80,7 @@ test_stream.py::test_every_request_gets_what_it_gets_alone[triforce]
   a part of the rows draws the numbers of others
     | core.decoding.random_source:RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)
 engine/test_drafters_that_fail.py::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model]
-  a row that is not finite goes on | core.decoding.verification:Verdict.to_host: if finite else => if True else
+  a row that is not finite goes on | core.decoding.verification:decide: if is_finite and => if True and
 # Trees
 trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_distribution[forks]
   siblings share the number of their tests | trees.tree_level:walk: uniforms[child] => uniforms[node + 1]

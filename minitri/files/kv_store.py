@@ -58,8 +58,8 @@ class KVStore:
                     blocks.append(self._read(path))
         if (num_stored := len(blocks) * BLOCK) <= num_held:
             return held
-        keys_LBKTD = torch.cat([block.keys[:] for block in blocks], 3)
-        values_LBKTD = torch.cat([block.values[:] for block in blocks], 3)
+        keys_LBKTD = torch.cat([block.keys for block in blocks], 3)
+        values_LBKTD = torch.cat([block.values for block in blocks], 3)
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_stored])
 
     def write(self, source: HeldRow) -> None:
