@@ -15,7 +15,6 @@ from typing import NamedTuple
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Stats
 from minitri.apps.cli import arguments, boot, exits, inputs, report
-from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import METHODS
 from minitri.text.prompt_ids import as_seeds
@@ -33,23 +32,9 @@ class Run(NamedTuple):
     stats: Stats
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchFlags:
-    """Flags of `minitri bench`."""
-
-    compare: bool = False
-    """Compare all methods, or those of --method, in interleaved runs."""
-    row: str | None = None
-    """Name of this machine: prints a row for docs/machines.md, of auto or each --method."""
-    seeds: int = between(2, 1, 1000)
-    """Runs per prompt."""
-
-
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri bench`."""
-    parser = arguments.OneLineParser("bench")
-    arguments.add_fields(parser, BenchFlags)
-    return parser
+    return arguments.OneLineParser("bench")
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
@@ -180,4 +165,4 @@ def table(result: Mapping[str, report.Json]) -> str:
     return "\n".join(lines)
 
 
-main = exits.program(build_parser, measure, BenchFlags)
+main = exits.program(build_parser, measure)

@@ -43,9 +43,7 @@ IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri audit`."""
-    parser = arguments.OneLineParser("audit")
-    parser.usage = "minitri audit URL [flags]"
-    return parser
+    return arguments.OneLineParser("audit")
 
 
 def run_command(args: Namespace) -> int:

@@ -252,9 +252,7 @@ COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.star
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
-    parser = arguments.OneLineParser("chat")
-    arguments.add_decoding_flags(parser)
-    return parser
+    return arguments.OneLineParser("chat")
 
 
 def run_command(args: Namespace) -> None:

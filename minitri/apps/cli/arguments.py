@@ -19,7 +19,7 @@ from minitri.apps.cli.documents import read_text
 from minitri.core.errors import shorten
 from minitri.core.fields import between, changed, check_fields
 from minitri.core.log import log
-from minitri.core.settings import Bias
+from minitri.core.settings import MAX_ROWS, Bias
 from minitri.files.named_models import ModelChoice
 from minitri.text.grammar import Grammar
 from minitri.text.prompt_ids import MAX_SEED
@@ -28,16 +28,16 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Short names of flags, topics of them; of each program, the flags by heading, arguments of its own
-and other defaults; flags of grammars, those that others need or that a method ignores, and those of
---help-all alone."""
+"""Short names of flags, topics of them; of each program the flags by heading, and other defaults;
+full headings, and those under which only one flag may be given; arguments that are no field, by
+program or heading; flags that others need or that a method ignores, and those of --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedFlags:
-    """Flags of several programs that are fields of no other settings class."""
+class ProgramFlags:
+    """Flags that are fields of no other settings class."""
 
     quiet: bool = False
     """No progress, log or statistics on standard error."""
@@ -76,14 +76,38 @@ class SharedFlags:
     """Folder, on a shared disk for example, by which runs share the KV cache of prompts."""
     kv_store_size: float = between(10.0, 0.001)
     """Most GiB in the --kv-store; the least recently used entries are deleted."""
+    load_kv: str | None = None
+    """File of a KV cache to reuse, as far as the prompt begins like its text."""
+    save_kv: str | None = None
+    """File for the KV cache at the end (7B at 120,000 tokens: 60 GB; 135M at 8,000: 0.19 GB)."""
+    chat: bool = False
+    """The prompt is a message: put it into the model's chat template."""
+    n: int = between(1, 1, MAX_ROWS)
+    """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
+    prompts: str | None = None
+    """File of many prompts, a JSON object per line, such as {"prompt": "Once", "id": 7, "seed": 3,
+    "max_new_tokens": 40, "temperature": 0.6}; - is standard input. Prints an object for each."""
+    batch_size: int = between(MAX_ROWS, 1, 1024)
+    """Prompts of --prompts that run at the same time, if memory allows."""
+    output: str | None = None
+    """With --prompts: append answers to this file; the same command skips those that it holds."""
+    ray: str | None = None
+    """Answer --prompts on the Ray cluster at this address, or a local one; implies --coupled."""
+    replicas: int = between(1, 1, 4096)
+    """Engines on that cluster, each on a GPU if there are any."""
+    compare: bool = False
+    """Compare all methods, or those of --method, in interleaved runs."""
+    row: str | None = None
+    """Name of this machine: prints a row for docs/machines.md, of auto or each --method."""
+    seeds: int = between(2, 1, 1000)
+    """Runs per prompt."""
 
 
-SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
+SETTINGS = (ModelChoice, ProgramFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
-SAMPLING = [*vars(SamplingParams())]
 TOPICS = TABLE["topics"] | {
     "MODEL": {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"},
-    "SAMPLING": SAMPLING,
+    "SAMPLING": vars(SamplingParams()),
 }
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
@@ -124,13 +148,14 @@ class OneLineParser(argparse.ArgumentParser):
                 "epilog": "\n  ".join(["examples:", *examples]),
             }
         super().__init__(formatter_class=HelpFormatter, add_help=False, **settings)
+        self.register("action", "grammar", GrammarFlag)
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
         add_flags(self, "quiet", "verbose")
         for title, names in TABLE["programs"][program].items():
-            add_flags(self, *names, title=title)
-        for flags, options in TABLE["arguments"].get(program, {}).items():
-            self.add_argument(*flags.split(), **options)
+            group = add_flags(self, *names, title=title)
+            for flags, options in TABLE["arguments"].get(title or program, {}).items():
+                group.add_argument(*flags.split(), **options)
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def in_flags(self, error: InputError) -> str:
@@ -192,12 +217,17 @@ class GrammarFlag(argparse.Action):
         args.grammar = Grammar(kind, value or "")
 
 
-def add_flags(flags: Flags, *names: str, title: str = "") -> None:
-    """Adds flags for these fields of `SETTINGS`, or `TOPICS`, as a group if there is a title."""
-    group = flags.add_argument_group(title) if title else flags
+def add_flags(flags: Flags, *names: str, title: str = "") -> Flags:
+    """Adds flags for these fields of `SETTINGS`, or `TOPICS`; returns their group, if titled."""
+    group = flags
+    if title:
+        group = flags.add_argument_group(TABLE["titles"].get(title, title))
+    if title in TABLE["exclusive"]:
+        group = group.add_mutually_exclusive_group()
     fields = [field for name in names for field in TOPICS.get(name, [name])]
     for settings in SETTINGS:
         add_fields(group, settings, *fields)
+    return group
 
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
@@ -207,13 +237,15 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         if (names and field.name not in names) or field.name == "grammar":
             continue
         text = texts[field.name].removesuffix(".")
-        options: dict[str, Any] = {"default": field.default, "help": text}
+        # Without a flag of sampling the model's files decide, or the neutral value.
+        default = None if settings is SamplingParams else field.default
+        options: dict[str, Any] = {"default": default, "help": text}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif field.type == Sequence[str]:
-            options |= {"action": "append", "default": []}
+            options |= {"action": "append", "default": None}
         elif field.type == Bias:
-            options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
+            options |= {"action": "append", "metavar": "ID:BIAS"}
             options["type"] = lambda text: text.split(":")  # which the settings check
         elif "range" in field.metadata:  # which `check` heeds
             is_whole = isinstance(field.metadata["range"][0], int)
@@ -230,27 +262,6 @@ def field_texts(settings: type) -> dict[str, str]:
     """Help text of each field of a class, from the string below it, by the field's name."""
     pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
     return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in pairs}
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
-    """Adds the flags of the prompt; returns their group, of which one may be given."""
-    title = f"prompt (default: {default})"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    add_flags(group, "prompt", "prompt_file", "demo")
-    return group
-
-
-def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of sampling, None if they are not given, of grammar and of speculation."""
-    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
-    add_flags(parser, "SAMPLING", "seed", title=f"sampling (default: {how})")
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
-    title = "grammar of the whole output (needs minitri[grammar]); one of"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    for flag, settings in TABLE["grammar"].items():
-        group.add_argument(flag, action=GrammarFlag, dest="grammar", **settings)
-    title = "speculation (the text's distribution stays the same)"
-    add_flags(parser, "method", "coupled", "SIZES", title=title)
 
 
 def taken(

@@ -25,9 +25,7 @@ COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri selftest`."""
-    parser = arguments.OneLineParser("selftest")
-    arguments.add_prompt_flags(parser)
-    return parser
+    return arguments.OneLineParser("selftest")
 
 
 def table(results: list[report.Json]) -> str:

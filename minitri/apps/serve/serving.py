@@ -54,7 +54,6 @@ def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser("serve")
     arguments.add_fields(parser, ServeFlags)
     arguments.add_fields(parser.add_argument_group("clients"), Access)
-    parser.set_defaults(**dict.fromkeys(arguments.SAMPLING))  # the model recommends some
     return parser
 
 
