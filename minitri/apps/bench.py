@@ -32,11 +32,6 @@ class Run(NamedTuple):
     stats: Stats
 
 
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri bench`."""
-    return arguments.OneLineParser("bench")
-
-
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
     names = args.methods or (METHODS if args.compare else ["auto"])
@@ -165,4 +160,4 @@ def table(result: Mapping[str, report.Json]) -> str:
     return "\n".join(lines)
 
 
-main = exits.program(build_parser, measure)
+main = exits.program(lambda: arguments.OneLineParser("bench"), measure)

@@ -51,10 +51,7 @@ class ServeFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri serve`."""
-    parser = arguments.OneLineParser("serve")
-    arguments.add_fields(parser, ServeFlags)
-    arguments.add_fields(parser.add_argument_group("clients"), Access)
-    return parser
+    return arguments.OneLineParser("serve", ServeFlags, Access)
 
 
 def run_command(args: Namespace) -> None:
@@ -150,4 +147,4 @@ def choose_rows(
     raise InputError(got, "lower batch_size=", "lower context=", "give more memory=")
 
 
-main = exits.program(build_parser, run_command, ServeFlags, Access)
+main = exits.program(build_parser, run_command)
