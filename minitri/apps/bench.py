@@ -32,22 +32,18 @@ class Run(NamedTuple):
     stats: Stats
 
 
-def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
-    """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
-    names = args.methods or (METHODS if args.compare else ["auto"])
-    methods = {}
-    for name in ["autoregressive", *names] if args.compare or args.row is not None else names:
-        method, _, tree = name.partition(":")
-        methods[name] = arguments.taken(
-            SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
-        )
-    return methods
-
-
 def measure(args: argparse.Namespace) -> None:
     """Measures the methods that the flags name, and prints figures. Raises `InputError`."""
     texts = [inputs.read_prompt(file) for file in args.prompt_files or [None]]
-    speculations = speculations_of(args)
+    names = args.methods or (METHODS if args.compare else ["auto"])
+    if args.compare or args.row is not None:
+        names = ["autoregressive", *names]
+    speculations = {}
+    for name in names:
+        method, _, tree = name.partition(":")
+        speculations[name] = arguments.taken(
+            SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
+        )
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
@@ -68,7 +64,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     elif args.row is not None:
-        for name in args.methods or ["auto"]:
+        for name in names[1:]:
             row = result[name]
             print(
                 f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "

@@ -127,7 +127,7 @@ def figures(test: Martingale) -> dict[str, float]:
 
 def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
     """Statistical tests that tokens follow the reported probabilities, raised to `power`."""
-    import numpy as np
+    import numpy as np  # with 100 ms of imports, which --help does not need
 
     likelihood, learned, copied = (Martingale() for _ in range(3))
     # How often a token came after another one, and how often it was expected there.
@@ -137,8 +137,10 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
         for text in burst:
             names: tuple[str, ...] = ("",)
             for place in text:
-                known, p = distribution(place, power)
+                known = [name for name in place.top if not IS_ODD.fullmatch(name)]
                 if place.token in known:
+                    weights = np.exp([power * place.top[name] for name in known])
+                    p = weights / weights.sum()
                     drawn = known.index(place.token)
                     likelihood.add(drawn, p, p / p.max())
                     counts = np.array([others[*names, name] for name in known])
@@ -153,15 +155,6 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
                 names += (place.token,)
             others.update(names[: n + 1] for n in range(1, len(names)))
     return likelihood, learned, copied
-
-
-def distribution(place: Place, power: float) -> tuple[list[str], Any]:
-    """Tokens reported at a place, and their distribution: probabilities to a power."""
-    import numpy as np  # with 100 ms of imports, which --help does not need
-
-    names = [name for name in place.top if not IS_ODD.fullmatch(name)]
-    weights = np.exp([power * place.top[name] for name in names])
-    return names, weights / (weights.sum() or 1)
 
 
 main = exits.program(lambda: arguments.OneLineParser("audit"), run_command)

@@ -96,7 +96,9 @@ class MarkdownFile(Live):
             block = Markdown("", hyperlinks=False)
             block.parsed = MarkdownIt("js-default").parse(text.replace("\n", "  \n"))
             for line in self.console.render_lines(block):
-                drawn = Text.assemble(*(part[:2] for part in line))
+                drawn = Text()
+                for part, style, _ in line:
+                    drawn.append(part, style)
                 drawn.rstrip()  # so that what is copied has no spaces at line ends
                 self.console.print(drawn)
             self.console.print()

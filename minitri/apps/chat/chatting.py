@@ -51,8 +51,8 @@ class Chat:
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine)
-        self._settings: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
-        self._settings |= vars(sampling)
+        most_new = args.max_new_tokens
+        self._settings: Json = {"seed": seed, "max_new_tokens": most_new, **vars(sampling)}
         if args.load is not None:
             self.do_load(args.load)
         else:

@@ -64,11 +64,7 @@ class ProgramFlags:
 
 
 SETTINGS = (ModelChoice, ProgramFlags, SamplingParams, GenerationConfig, SpeculationConfig)
-"""Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
-TOPICS = TABLE["topics"] | {
-    "MODEL": {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"},
-    "SAMPLING": {*vars(SamplingParams())} - {"grammar"},
-}
+"""Classes whose fields are flags; no two fields share a name."""
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
@@ -119,13 +115,13 @@ class OneLineParser(argparse.ArgumentParser):
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags for these fields, or `TOPICS` of them; returns their group, if titled."""
+        """Adds flags for these fields, or topics of them; returns their group, if titled."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
         if title in TABLE["exclusive"]:
             group = group.add_mutually_exclusive_group()
-        wanted = {field for name in names for field in TOPICS.get(name, [name])}
+        wanted = {field for name in names for field in TABLE["topics"].get(name, [name])}
         known = TABLE["flags"] | {
             field.name: options_of(field, settings)
             for settings in self.classes

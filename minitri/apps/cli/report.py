@@ -98,8 +98,10 @@ def answer(state: RequestState) -> Json:
         **vars(state.stats),
     }
     if state.request.generation.logprobs is not None:
-        fields["logprobs"] = [token.logprob for token in state.tokens]
-        fields["top_logprobs"] = [token.top_logprobs for token in state.tokens]
+        fields |= {
+            "logprobs": [token.logprob for token in state.tokens],
+            "top_logprobs": [token.top_logprobs for token in state.tokens],
+        }
     return fields
 
 
