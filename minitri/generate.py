@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before long imports: from here on Ctrl-C is answer
     command.main(["generate", *sys.argv[1:]])
 
 import argparse
-import dataclasses
 import json
 
 import minitri
@@ -24,48 +23,14 @@ from minitri.apps.cli.jsonl import answers, many
 from minitri.apps.cli.report import answer, report
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.apps.cluster.batch import on_replicas
-from minitri.core.fields import between
 from minitri.core.log import log
-from minitri.core.settings import MAX_ROWS
 from minitri.files.named_models import table
 from minitri.text.prompt_ids import next_seed
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateFlags:
-    """The flags that only `minitri generate` has."""
-
-    prompts: str | None = None
-    """File of many prompts, a JSON object per line, such as {"prompt": "Once", "id": 7, "seed": 3,
-    "max_new_tokens": 40, "temperature": 0.6}; - is standard input. Prints an object for each."""
-    batch_size: int = between(MAX_ROWS, 1, 1024)
-    """Prompts of --prompts that run at the same time, if memory allows."""
-    chat: bool = False
-    """The prompt is a message: put it into the model's chat template."""
-    load_kv: str | None = None
-    """File of a KV cache to reuse, as far as the prompt begins like its text."""
-    save_kv: str | None = None
-    """File for the KV cache at the end (7B at 120,000 tokens: 60 GB; 135M at 8,000: 0.19 GB)."""
-    ray: str | None = None
-    """Answer --prompts on the Ray cluster at this address, or a local one; implies --coupled."""
-    replicas: int = between(1, 1, 4096)
-    """Engines on that cluster, each on a GPU if there are any."""
-    output: str | None = None
-    """With --prompts: append answers to this file; the same command skips those that it holds."""
-    n: int = between(1, 1, MAX_ROWS)
-    """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
 
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri generate`."""
     parser = arguments.OneLineParser("generate")
-    group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
-    text = "the same as --prompt TEXT"
-    group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
-    prompts, *others = vars(GenerateFlags())
-    arguments.add_fields(group, GenerateFlags, prompts)
-    arguments.add_fields(parser, GenerateFlags, *others)
-    arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
     return parser
 
@@ -105,4 +70,4 @@ def one(run: "minitri.Generation", args: argparse.Namespace, engine: "minitri.En
     return 0 if run.rows[0].finish_reason else 130
 
 
-main = program(build_parser, run_command, GenerateFlags, parallel=True)
+main = program(build_parser, run_command, parallel=True)

@@ -28,8 +28,8 @@ SIZE, EDGES, BREAK, LINE, NUM_LINES = (960, 420), (24, 492), 360, 23, 11
 
 def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(prog="python -m tools.race", description=__doc__)
-    arguments.add_flags(parser, "MODEL", "draft", "method", "LENGTH", "temperature", "seed")
-    arguments.add_prompt_flags(parser)
+    parser.add_flags("MODEL", "draft", "method", "LENGTH", "temperature", "seed")
+    parser.add_flags("prompt", "prompt_file", "demo", title="demo")
     parser.add_argument("--out", type=picture, default="race.gif", metavar="FILE.gif")
     parser.set_defaults(max_prompt_tokens=7900, max_new_tokens=150, temperature=0.6, seed=0)
     return parser

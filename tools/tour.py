@@ -58,8 +58,8 @@ GRAY = "#bbbbbb"
 
 def build_parser() -> arguments.OneLineParser:
     parser = arguments.OneLineParser(description=__doc__)
-    arguments.add_flags(parser, "MODEL", "draft", "LENGTH")
-    arguments.add_prompt_flags(parser)
+    parser.add_flags("MODEL", "draft", "LENGTH")
+    parser.add_flags("prompt", "prompt_file", "demo", title="demo")
     parser.add_argument("--out", type=picture, default="tour.png", metavar="FILE.png")
     parser.set_defaults(max_prompt_tokens=8000, max_new_tokens=160, method="triforce")
     return parser

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Stats
 from minitri.apps.cli import arguments, boot, exits, inputs, report
-from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import METHODS
 from minitri.text.prompt_ids import as_seeds
@@ -33,41 +32,18 @@ class Run(NamedTuple):
     stats: Stats
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchFlags:
-    """Flags of `minitri bench`."""
-
-    compare: bool = False
-    """Compare all methods, or those of --method, in interleaved runs."""
-    row: str | None = None
-    """Name of this machine: prints a row for docs/machines.md, of auto or each --method."""
-    seeds: int = between(2, 1, 1000)
-    """Runs per prompt."""
-
-
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri bench`."""
-    parser = arguments.OneLineParser("bench")
-    arguments.add_fields(parser, BenchFlags)
-    return parser
-
-
-def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
-    """Speculation settings by name, for each METHOD or METHOD:TREE to measure."""
-    names = args.methods or (METHODS if args.compare else ["auto"])
-    methods = {}
-    for name in ["autoregressive", *names] if args.compare or args.row is not None else names:
-        method, _, tree = name.partition(":")
-        methods[name] = arguments.taken(
-            SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
-        )
-    return methods
-
-
 def measure(args: argparse.Namespace) -> None:
     """Measures the methods that the flags name, and prints figures. Raises `InputError`."""
     texts = [inputs.read_prompt(file) for file in args.prompt_files or [None]]
-    speculations = speculations_of(args)
+    names = args.methods or (METHODS if args.compare else ["auto"])
+    if args.compare or args.row is not None:
+        names = ["autoregressive", *names]
+    speculations = {}
+    for name in names:
+        method, _, tree = name.partition(":")
+        speculations[name] = arguments.taken(
+            SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
+        )
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
@@ -88,7 +64,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     elif args.row is not None:
-        for name in args.methods or ["auto"]:
+        for name in names[1:]:
             row = result[name]
             print(
                 f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "
@@ -180,4 +156,4 @@ def table(result: Mapping[str, report.Json]) -> str:
     return "\n".join(lines)
 
 
-main = exits.program(build_parser, measure, BenchFlags)
+main = exits.program(lambda: arguments.OneLineParser("bench"), measure)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from minitri import GenerationConfig, ModelConfig, SamplingParams
 from minitri.apps.cli import exits, report
-from minitri.apps.cli.arguments import OneLineParser, add_fields, speculation_of
+from minitri.apps.cli.arguments import OneLineParser, speculation_of
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
@@ -65,13 +65,6 @@ class PlanFlags:
     """Memory that may be page-locked, in GiB."""
 
 
-def build_parser() -> OneLineParser:
-    """The command-line parser of `minitri plan`."""
-    parser = OneLineParser("plan")
-    add_fields(parser, PlanFlags)
-    return parser
-
-
 def config_of(name: str) -> ModelConfig:
     """Config of a model, read without its weights. Raises `InputError`."""
     if row := MODELS.get(name):
@@ -114,11 +107,11 @@ def site_of(args: Namespace) -> Site:
 
         from minitri.core.memory import free_host_bytes
 
-        name = "GPU of this machine"
         if not torch.cuda.is_available():
             args.host_memory = 0
             gib = free_host_bytes() / GIB
             return Site("CPU of this machine", gib, CPU, "free now; speeds are assumed")
+        name = "GPU of this machine"
         gib = torch.cuda.mem_get_info()[1] / GIB
     machine = next(card for most, card in CARDS.items() if gib <= most)
     return Site(name, gib, machine, "assumed by its size; --gpu names one")
@@ -138,18 +131,25 @@ def run_command(args: Namespace) -> None:
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
     rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:
-        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
-        print(json.dumps(facts | {"hardware": site._asdict(), "placements": rows}, default=vars))
+        result = {
+            "model": needs.config.name,
+            "context": needs.num_tokens,
+            "on_chip": best,
+            "hardware": site._asdict(),
+            "placements": rows,
+        }
+        print(json.dumps(result, default=vars))
     else:
-        print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
-        print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
-        machine = site.machine
-        link = machine.link_bytes_per_second / 1e9
-        print(f"GB/s: {machine.weight_bytes_per_second / 1e9:.0f}, from the host {link:.3g}")
-        print("", report.as_table(COLUMNS, rows), "", sep="\n")
-        print(f"GiB on each device with the KV of {best} layers:")
-        for name, size in needs.parts(best).items():
-            print(f"  {name:25s} {size / GIB:8.2f}")
+        print(
+            f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}",
+            f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}",
+            f"GB/s: {site.machine.weight_bytes_per_second / 1e9:.0f}, "
+            f"from the host {site.machine.link_bytes_per_second / 1e9:.3g}\n",
+            report.as_table(COLUMNS, rows),
+            f"\nGiB on each device with the KV of {best} layers:",
+            *(f"  {name:25s} {size / GIB:8.2f}" for name, size in needs.parts(best).items()),
+            sep="\n",
+        )
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
@@ -182,4 +182,4 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
     }
 
 
-main = exits.program(build_parser, run_command, PlanFlags)
+main = exits.program(lambda: OneLineParser("plan", PlanFlags), run_command)

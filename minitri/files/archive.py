@@ -14,24 +14,25 @@ class Archive:
 
     def __init__(self, folder: Path = NOWHERE) -> None:
         self.folder = folder
-        self._read = set[Path]()
         self.begin()
 
-    def begin(self) -> None:
-        """Begins a new file; the ones before it stay as they are."""
+    def begin(self, *read: Path) -> None:
+        """Begins a new file, after those that were just `read`; all stay as they are."""
         self._file = self.folder / f"{time.time_ns()}.json"
+        self._read = read
 
     @property
     def earlier(self) -> Path | None:
-        """The file that was changed last, apart from the current one and those that were read."""
+        """The file that was changed last, apart from the current one and those just read."""
         files = {*self.folder.glob("*.json")} - {self._file, *self._read}
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Reads the earlier chat, next time the one before. Raises `OSError`, `ValueError`."""
+        """Begins a new file and reads the earlier chat, next time the one before it.
+        Raises `OSError`, `ValueError`."""
         if (file := self.earlier) is None:
             raise ValueError("none is kept")
-        self._read.add(file)
+        self.begin(*self._read, file)
         return file.read_text("utf-8")
 
     def write(self, note: str) -> None:

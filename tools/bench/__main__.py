@@ -13,7 +13,6 @@ import argparse
 import os
 import sys
 
-from minitri.apps import bench
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.core.errors import InputError
@@ -25,7 +24,7 @@ from tools.flags import positive
 
 def build_parser() -> arguments.OneLineParser:
     """The flags of `minitri bench`, and those of what is here."""
-    parser = bench.build_parser()
+    parser = arguments.OneLineParser("bench")
     parser.prog = "python -m tools.bench"
     parser.usage = "%(prog)s [flags] | %(prog)s people --help | %(prog)s auto --help"
     parser.description = "Speed against memory's bandwidth, other engines, made-up models."

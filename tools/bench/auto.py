@@ -55,7 +55,7 @@ def build_parser() -> arguments.OneLineParser:
     add("--model", default=DEFAULT_MODEL, help=f"a GGUF file or named model ({DEFAULT_MODEL})")
     add("--new-tokens", type=positive, default=64, metavar="N", help="to decode each time (64)")
     add("--repeats", type=positive, default=3, metavar="N", help="turns of each method (3)")
-    arguments.add_flags(parser, "threads")
+    parser.add_flags("threads")
     return parser
 
 

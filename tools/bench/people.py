@@ -114,7 +114,7 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument("--repeats", **number, default=3, help="rounds")
     parser.add_argument("--busy", **number, default=0, help="busy programs to run next to it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments.add_flags(parser, "prompt_file", "threads")
+    parser.add_flags("prompt_file", "threads")
     return parser
 
 

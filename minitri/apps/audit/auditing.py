@@ -19,6 +19,7 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place, connect
 from minitri.apps.cli import arguments, exits, report
@@ -39,13 +40,6 @@ COPIED = "concurrent answers copy each other: they share random numbers, or use 
 DEPARTED = "texts do not follow the reported log-probabilities"
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
-
-
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri audit`."""
-    parser = arguments.OneLineParser("audit")
-    parser.usage = "minitri audit URL [flags]"
-    return parser
 
 
 def run_command(args: Namespace) -> int:
@@ -137,42 +131,30 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
 
     likelihood, learned, copied = (Martingale() for _ in range(3))
     # How often a token came after another one, and how often it was expected there.
-    seen: Counter[tuple[str, str]] = Counter()
-    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
+    counted: defaultdict[tuple[str, str], Any] = defaultdict(lambda: np.zeros(2))
     for burst in bursts:
         others: Counter[tuple[str, ...]] = Counter()  # beginnings of the answers before
         for text in burst:
             names: tuple[str, ...] = ("",)
             for place in text:
-                probs = known(place, power)
-                if place.token in probs:
-                    drawn = [*probs].index(place.token)
-                    p = np.array([*probs.values()])
+                known = [name for name in place.top if not IS_ODD.fullmatch(name)]
+                if place.token in known:
+                    weights = np.exp([power * place.top[name] for name in known])
+                    p = weights / weights.sum()
+                    drawn = known.index(place.token)
                     likelihood.add(drawn, p, p / p.max())
-                    counts = np.array([others[*names, name] for name in probs])
+                    counts = np.array([others[*names, name] for name in known])
                     if counts.any():
                         copied.add(drawn, p, counts / counts.sum())
-                    pairs = [(names[-1], name) for name in probs]
-                    excesses = [
-                        (seen[pair] - expected[pair]) / math.sqrt(1 + expected[pair])
-                        for pair in pairs
-                    ]
+                    pairs = [(names[-1], name) for name in known]
+                    came, expected = np.transpose([counted[pair] for pair in pairs])
+                    excesses = (came - expected) / np.sqrt(1 + expected)
                     learned.add(drawn, p, (1 + np.tanh(excesses)) / 2)
-                    seen[pairs[drawn]] += 1
-                    for pair, prob in zip(pairs, p, strict=True):
-                        expected[pair] += prob
+                    for n, pair in enumerate(pairs):
+                        counted[pair] += n == drawn, p[n]
                 names += (place.token,)
             others.update(names[: n + 1] for n in range(1, len(names)))
     return likelihood, learned, copied
 
 
-def known(place: Place, power: float) -> dict[str, float]:
-    """Distribution over the tokens reported at a place, with their probabilities to a power."""
-    weights = {
-        name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
-    }
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items() if total}
-
-
-main = exits.program(build_parser, run_command)
+main = exits.program(lambda: arguments.OneLineParser("audit"), run_command)

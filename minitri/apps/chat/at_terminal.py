@@ -95,7 +95,13 @@ class MarkdownFile(Live):
         if text.strip():
             block = Markdown("", hyperlinks=False)
             block.parsed = MarkdownIt("js-default").parse(text.replace("\n", "  \n"))
-            self.console.print(block, "")
+            for line in self.console.render_lines(block):
+                drawn = Text()
+                for part, style, _ in line:
+                    drawn.append(part, style)
+                drawn.rstrip()  # so that what is copied has no spaces at line ends
+                self.console.print(drawn)
+            self.console.print()
 
 
 def answer_file(args: Namespace) -> Any:

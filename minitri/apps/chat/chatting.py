@@ -20,7 +20,7 @@ from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
-from minitri.apps.cli.terminal import LEGEND, print_stream
+from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
@@ -51,8 +51,8 @@ class Chat:
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine)
-        self._settings: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
-        self._settings |= vars(sampling)
+        most_new = args.max_new_tokens
+        self._settings: Json = {"seed": seed, "max_new_tokens": most_new, **vars(sampling)}
         if args.load is not None:
             self.do_load(args.load)
         else:
@@ -94,8 +94,8 @@ class Chat:
 
     def do_show(self, _: str) -> None:
         """show the conversation so far"""
-        for turn in self._turns():
-            say(f"> {turn.question}\n{self.talk.tokenizer.decode(turn.token_ids).strip()}")
+        for question, ids, _ in self._turns():
+            say(shown(f"> {question}\n{self.talk.tokenizer.decode(ids).strip()}"))
 
     def do_regenerate(self, _: str) -> None:
         """answer the last question again, with the next seed"""
@@ -146,12 +146,14 @@ class Chat:
         """FILE: write the conversation and its KV cache to it"""
         if file != self._saved and Path(file).is_file():
             raise InputError(f"{file} is there; name another file, or the last of /save or /load")
-        say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
+        num_tokens = self._engine.save_kv(file, self.talk.as_note())
+        say(f"saved {num_tokens} tokens to {file}; /load goes on there without reading again")
         self._saved = file
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
+        self._archive.begin()
         self._resume(self.talk.restored(self._engine.snapshot_note))
         self._saved = file
         say(f"loaded {num_tokens} tokens from {file}")
@@ -184,7 +186,6 @@ class Chat:
     def _resume(self, talk: Conversation) -> None:
         """Continues another conversation, and keeps the documents of both."""
         talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
-        self._archive.begin()  # before it is read, which may fail
         self._read(talk.with_documents({}, self._engine.config, self._args))
         if talk.turns:
             self.do_show("")
@@ -250,13 +251,6 @@ class Chat:
 COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.startswith("do_")}
 
 
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri chat`."""
-    parser = arguments.OneLineParser("chat")
-    arguments.add_decoding_flags(parser)
-    return parser
-
-
 def run_command(args: Namespace) -> None:
     """Chats until /quit or the end of the input. Raises `InputError`."""
     documents = {file: read_document(file, "--document") for file in args.document}
@@ -284,4 +278,4 @@ def run_command(args: Namespace) -> None:
         at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
-main = program(build_parser, run_command)
+main = program(lambda: arguments.OneLineParser("chat"), run_command)

@@ -5,6 +5,7 @@ field. Imports nothing of PyTorch."""
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
@@ -19,7 +20,7 @@ from minitri.apps.cli.documents import read_text
 from minitri.core.errors import shorten
 from minitri.core.fields import between, changed, check_fields
 from minitri.core.log import log
-from minitri.core.settings import Bias
+from minitri.core.settings import MAX_ROWS, Bias
 from minitri.files.named_models import ModelChoice
 from minitri.text.grammar import Grammar
 from minitri.text.prompt_ids import MAX_SEED
@@ -28,63 +29,42 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Short names of flags, topics of them; of each program, the flags by heading, arguments of its own
-and other defaults; flags of grammars, those that others need or that a method ignores, and those of
---help-all alone."""
+"""Flags that are no fields; short names of flags, and topics; of each program the flags by heading,
+and other defaults; full headings, and those of which only one flag may be given; arguments of one
+program or heading; flags that need others, or that a method ignores; those of --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedFlags:
-    """Flags of several programs that are fields of no other settings class."""
+class ProgramFlags:
+    """Flags for numbers that are fields of no other settings class."""
 
-    quiet: bool = False
-    """No progress, log or statistics on standard error."""
-    verbose: bool = False
-    """More about files, kernels and memory on standard error."""
     threads: int | None = between(None, 1, 1024)
     """Cores of a CPU to compute on. Default: all."""
-    bitwise: bool = False
-    """Refuse to run without the compiled kernels, which make texts equal bit for bit."""
-    prompt: str | None = None
-    """The text to continue."""
-    prompt_file: str | None = None
-    """A file of text in any encoding, PDF or HTML; - is standard input."""
-    demo: bool = False
-    """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
     """Keep the first N tokens of the prompt, or N of the documents, the longest of which are cut.
     Default: all; of the demo 4000, and in selftest 2000, if they fit."""
     seed: int | None = between(None, 0, MAX_SEED)
     """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
-    system: str | None = None
-    """The system message, which says how the model is to behave: 'Be brief'."""
-    color: bool = False
-    """Color each token by the stage it came from."""
-    json: bool = False
-    """Print one JSON object instead of text or a table."""
-    fit: bool = False
-    """Keep what of the documents fits the context with room for questions and answers."""
-    load: str | None = None
-    """Continue the conversation that /save wrote to this file."""
     num_tokens: int = between(12288, 1)
     """Tokens to sample from a server."""
     num_samples: int = between(2048, 0, 10**6)
     """Tokens per method in the statistical test; 0 leaves it out."""
-    kv_store: str | None = None
-    """Folder, on a shared disk for example, by which runs share the KV cache of prompts."""
     kv_store_size: float = between(10.0, 0.001)
     """Most GiB in the --kv-store; the least recently used entries are deleted."""
+    n: int = between(1, 1, MAX_ROWS)
+    """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
+    batch_size: int = between(MAX_ROWS, 1, 1024)
+    """Prompts of --prompts that run at the same time, if memory allows."""
+    replicas: int = between(1, 1, 4096)
+    """Engines on that cluster, each on a GPU if there are any."""
+    seeds: int = between(2, 1, 1000)
+    """Runs per prompt."""
 
 
-SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
-"""Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
-SAMPLING = [*vars(SamplingParams())]
-TOPICS = TABLE["topics"] | {
-    "MODEL": {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"},
-    "SAMPLING": SAMPLING,
-}
+SETTINGS = (ModelChoice, ProgramFlags, SamplingParams, GenerationConfig, SpeculationConfig)
+"""Classes whose fields are flags; no two fields share a name."""
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
@@ -92,29 +72,27 @@ NEEDS: dict[str, list[str]] = TABLE["needs"]
 
 
 class Help(argparse._HelpAction):
-    """Flag that shows all flags as --help-all, else those that most people need."""
+    """Flag that shows all flags as --help-all, else those that most people need.
+    Each has its default in its help, if that is a number or a word."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
-        for action in parser._actions if words[-1] != "--help-all" else ():
-            if {*TABLE["rare"]} & {flag[2:].replace("-", "_") for flag in action.option_strings}:
+        for action in parser._actions:
+            text = action.help or ""
+            default = action.default
+            is_value = type(default) in (int, float, str) and default != argparse.SUPPRESS
+            if words[-1] != "--help-all" and {*TABLE["rare"]} & {*action.option_strings}:
                 action.help = argparse.SUPPRESS
+            elif is_value and "default:" not in text.lower():
+                action.help = f"{text} (default: %(default)s)"
         super().__call__(parser, *words)
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to a flag's help if it is a number or a word, and not in the help yet."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        is_value = type(action.default) in (int, float, str) and action.default != argparse.SUPPRESS
-        return text + " (default: %(default)s)" * (is_value and "default:" not in text.lower())
 
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
-    def __init__(self, program: str = "", **settings: Any) -> None:
-        """Makes a parser for a `program` (the word after `minitri`) of help.txt and flags.json."""
+    def __init__(self, program: str = "", *own: type[Any], **settings: Any) -> None:
+        """Makes a parser for a `program` (the word after `minitri`) of help.txt and flags.json.
+        Flags are fields of `SETTINGS` and of the program's `own` classes, which come first."""
         if program:
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
             settings = {
@@ -123,20 +101,41 @@ class OneLineParser(argparse.ArgumentParser):
                 "description": about.split(None, 1)[1],
                 "epilog": "\n  ".join(["examples:", *examples]),
             }
-        super().__init__(formatter_class=HelpFormatter, add_help=False, **settings)
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=layout, add_help=False, **settings)
+        self.register("action", "grammar", GrammarFlag)
+        self.classes = (*SETTINGS, *own)
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
-        add_flags(self, "quiet", "verbose")
+        self.add_flags("quiet", "verbose")
         for title, names in TABLE["programs"][program].items():
-            add_flags(self, *names, title=title)
-        for flags, options in TABLE["arguments"].get(program, {}).items():
-            self.add_argument(*flags.split(), **options)
+            group = self.add_flags(*names, title=title)
+            for flags, options in TABLE["arguments"].get(title or program, {}).items():
+                group.add_argument(*flags.split(), **options)
         self.set_defaults(**TABLE["defaults"].get(program, {}))
+
+    def add_flags(self, *names: str, title: str = "") -> Flags:
+        """Adds flags for these fields, or topics of them; returns their group, if titled."""
+        group: Flags = self
+        if title:
+            group = self.add_argument_group(TABLE["titles"].get(title, title))
+        if title in TABLE["exclusive"]:
+            group = group.add_mutually_exclusive_group()
+        wanted = {field for name in names for field in TABLE["topics"].get(name, [name])}
+        known = TABLE["flags"] | {
+            field.name: options_of(field, settings)
+            for settings in self.classes
+            for field in dataclasses.fields(settings)
+        }
+        for name, options in known.items():
+            if name in wanted:
+                flag = f"--{name.replace('_', '-')}"
+                group.add_argument(*TABLE["short"].get(name, ()), flag, **options)
+        return group
 
     def in_flags(self, error: InputError) -> str:
         """An error's message with settings spelled as flags, without remedies that have none."""
-        names = [name for name in self._option_string_actions if name.startswith("--")]
-        flags = {name[2:].replace("-", "_"): name for name in names}
+        flags = {flag[2:].replace("-", "_"): flag for flag in self._option_string_actions}
 
         def spelled(match: re.Match[str]) -> str:
             name, value = match.groups()
@@ -150,23 +149,29 @@ class OneLineParser(argparse.ArgumentParser):
         return f"{flags[name]} is {rest}" if name in flags else text
 
     def error(self, message: str) -> NoReturn:
+        way = "see --help-all"
         if rest := message.partition("unrecognized arguments: ")[2]:
-            message = f"{rest.split()[0]} means nothing to {self.prog}"
-        raise InputError(f"{shorten(message, 400)}; see --help-all")
+            word, *_ = rest.split()
+            message = f"{word} means nothing to {self.prog}"
+            for flag in difflib.get_close_matches(word, self._option_string_actions, 1):
+                way = f"did you mean {flag}?"
+        raise InputError(f"{shorten(message, 400)}; {way}")
 
-    def check(self, args: argparse.Namespace, *own: type[Any]) -> None:
+    def check(self, args: argparse.Namespace) -> None:
         """Raises `InputError` for a flag that lacks another, or has a bad value.
-        Values are of fields of `SETTINGS`, or of `own` classes. Warns of a flag without effect."""
-        given = {name for name, value in vars(args).items() if value != self.get_default(name)}
-        for name, others in NEEDS.items():
-            if name in given and given.isdisjoint(others) and vars(args).keys() & others:
-                flag, *ways = (f"--{word.replace('_', '-')}" for word in (name, *others))
-                raise InputError(f"{flag} has no effect alone; add {' or '.join(ways)}, or drop it")
-        for name in UNUSED.get(vars(args).get("method", ""), ()):
-            if name in given:
-                flag = name.replace("_", "-")
-                log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)
-        for settings in (*SETTINGS, *own):
+        Warns of a flag without effect."""
+        known = self._option_string_actions
+        given = {
+            flag for flag, action in known.items() if vars(args).get(action.dest) != action.default
+        }
+        for flag, others in NEEDS.items():
+            if flag in given and given.isdisjoint(others) and known.keys() & others:
+                ways = " or ".join(others)
+                raise InputError(f"{flag} has no effect alone; add {ways}, or drop it")
+        for flag in UNUSED.get(vars(args).get("method", ""), ()):
+            if flag in given:
+                log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+        for settings in self.classes:
             check_fields(taken(settings, args))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -192,37 +197,25 @@ class GrammarFlag(argparse.Action):
         args.grammar = Grammar(kind, value or "")
 
 
-def add_flags(flags: Flags, *names: str, title: str = "") -> None:
-    """Adds flags for these fields of `SETTINGS`, or `TOPICS`, as a group if there is a title."""
-    group = flags.add_argument_group(title) if title else flags
-    fields = [field for name in names for field in TOPICS.get(name, [name])]
-    for settings in SETTINGS:
-        add_fields(group, settings, *fields)
-
-
-def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
-    """Adds flags for these fields of a settings class, by default for all."""
-    texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
-    for field in dataclasses.fields(settings):
-        if (names and field.name not in names) or field.name == "grammar":
-            continue
-        text = texts[field.name].removesuffix(".")
-        options: dict[str, Any] = {"default": field.default, "help": text}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        elif field.type == Sequence[str]:
-            options |= {"action": "append", "default": []}
-        elif field.type == Bias:
-            options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
-            options["type"] = lambda text: text.split(":")  # which the settings check
-        elif "range" in field.metadata:  # which `check` heeds
-            is_whole = isinstance(field.metadata["range"][0], int)
-            options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
-        else:
-            options["choices"] = field.metadata.get("choices")
-        flags.add_argument(
-            *TABLE["short"].get(field.name, ()), f"--{field.name.replace('_', '-')}", **options
-        )
+def options_of(field: "dataclasses.Field[Any]", settings: type[Any]) -> dict[str, Any]:
+    """Arguments of `add_argument` for a field of a settings class."""
+    # Without a flag of sampling the model's files decide, or the neutral value.
+    default = None if settings is SamplingParams else field.default
+    text = field_texts(settings)[field.name].removesuffix(".")
+    options: dict[str, Any] = {"default": default, "help": text}
+    if field.type is bool:
+        options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+    elif field.type == Sequence[str]:
+        options |= {"action": "append", "default": None}
+    elif field.type == Bias:
+        # The settings check the parts.
+        options |= {"action": "append", "metavar": "ID:BIAS", "type": lambda text: text.split(":")}
+    elif "range" in field.metadata:  # which `check` heeds
+        is_whole = isinstance(field.metadata["range"][0], int)
+        options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
+    else:
+        options["choices"] = field.metadata.get("choices")
+    return options
 
 
 @functools.cache
@@ -230,27 +223,6 @@ def field_texts(settings: type) -> dict[str, str]:
     """Help text of each field of a class, from the string below it, by the field's name."""
     pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
     return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in pairs}
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
-    """Adds the flags of the prompt; returns their group, of which one may be given."""
-    title = f"prompt (default: {default})"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    add_flags(group, "prompt", "prompt_file", "demo")
-    return group
-
-
-def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of sampling, None if they are not given, of grammar and of speculation."""
-    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
-    add_flags(parser, "SAMPLING", "seed", title=f"sampling (default: {how})")
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
-    title = "grammar of the whole output (needs minitri[grammar]); one of"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    for flag, settings in TABLE["grammar"].items():
-        group.add_argument(flag, action=GrammarFlag, dest="grammar", **settings)
-    title = "speculation (the text's distribution stays the same)"
-    add_flags(parser, "method", "coupled", "SIZES", title=title)
 
 
 def taken(
@@ -265,9 +237,9 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `minitri.load`, taken from the flags."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
     unused = UNUSED.get(vars(args).get("method", ""), ())
-    if "draft" in unused:
+    if "--draft" in unused:
         options["draft"] = "suffix"
-    if "budget" in unused and options["draft_weights"] != "same":
+    if "--budget" in unused and options["draft_weights"] != "same":
         options["draft_weights"] = "drafter"
     return options
 

@@ -37,6 +37,8 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     if (file := vars(args).get("save_kv")) is not None:  # before minutes of work
         with explain(f"--save-kv: cannot write {shorten(file)}", "name another file"):
             check_place(Path(file))
+        if Path(file).exists():
+            log.info("--save-kv: the KV snapshot in %s will be replaced", shorten(file))
     opened = OpenEngine(**model_of(args))
     text_filters(sampling, [], opened.tokenizer, opened.config)  # checks words and grammar
     return opened

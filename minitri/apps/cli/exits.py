@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 def program(
     build_parser: "Callable[[], OneLineParser]",
     run_command: "Callable[[Namespace], int | None]",
-    *own: type,
+    *,
     parallel: bool = False,
 ) -> Callable[..., None]:
     """Makes the `main` of a program, which parses its flags and ends with an exit code.
-    `own`: classes of flags of this program alone. `parallel`: torchrun may start several of it."""
+    `parallel`: torchrun may start several of it."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
             import logging
+            from types import SimpleNamespace
 
             from minitri.core.log import log
             from minitri.devices.parallel.ranks import join
@@ -51,11 +52,11 @@ def program(
             args = parser.parse_args(argv)
             args.in_flags = parser.in_flags
             args.quiet |= log.disabled
-            log.handlers = [logging.StreamHandler()]  # to standard error, message only
+            log.handlers = [logging.StreamHandler(SimpleNamespace(write=tell, flush=int))]
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
             try:
-                parser.check(args, *own)  # before anything is loaded
+                parser.check(args)  # before anything is loaded
                 sys.exit(run_command(args))
             except InputError as error:
                 raise InputError(parser.in_flags(error)) from None
@@ -129,8 +130,20 @@ def _end(code: int, line: str = "") -> SystemExit:
     if (group := sys.modules.get("minitri.devices.parallel.group")) is not None:
         code, is_first = group.first_end(code)
     if line and is_first:
-        print(f"minitri: {line}", file=sys.stderr)
+        tell(f"minitri: {line}\n")
     return SystemExit(code)
+
+
+def tell(text: str) -> None:
+    """Writes to standard error, at a terminal in lines that end at words."""
+    if sys.stderr.isatty():
+        from shutil import get_terminal_size
+        from textwrap import fill
+
+        width = get_terminal_size().columns
+        lines = (fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
+        text = "\n".join(lines)
+    sys.stderr.write(text)
 
 
 def _mute() -> None:

@@ -53,8 +53,10 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
             print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
-        got = f"{num_wrong} of {len(lines)} lines of --prompts were wrong"
-        raise InputError(f"{got}; the answers with an error say which, and why")
+        raise InputError(
+            f"{num_wrong} of {len(lines)} lines of --prompts were wrong; "
+            "the answers with an error say which, and why"
+        )
     return 0
 
 
@@ -113,8 +115,10 @@ def answers(
             check_names(fields, KNOWN)
             [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
-                got = f"line {line.number} is no JSON object with a text as prompt{line.problem}"
-                raise InputError(f'{got}; write such as {{"prompt": "Once"}}')
+                raise InputError(
+                    f"line {line.number} is no JSON object with a text as prompt{line.problem}; "
+                    'write such as {"prompt": "Once"}'
+                )
             request = Request(text, row_seed, sampling, generation, **fields)
             request.prompt = inputs.encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)

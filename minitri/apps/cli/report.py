@@ -64,9 +64,9 @@ def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
-    seconds = stats.prefill_seconds + stats.decode_seconds
-    line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for "
-    line += f"{stats.num_prefilled_tokens} tokens of the prompt and warm-up"
+    line = f"{total} tokens in {stats.prefill_seconds + stats.decode_seconds:.2f} s, "
+    line += f"{stats.prefill_seconds:.2f} s of it for {stats.num_prefilled_tokens} tokens of the "
+    line += "prompt and warm-up"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
@@ -82,8 +82,8 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in [{name: name.removeprefix("num_").replace("_", " ") for name in names}, *rows]:
         cells = (row.get(name, "") for name in names)
-        texts = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        lines.append("".join(f"{text:14}" for text in texts).rstrip())
+        texts = (f"{cell:<14.4g}" if isinstance(cell, float) else f"{cell!s:14}" for cell in cells)
+        lines.append("".join(texts).rstrip())
     return "\n".join(lines)
 
 
@@ -98,8 +98,10 @@ def answer(state: RequestState) -> Json:
         **vars(state.stats),
     }
     if state.request.generation.logprobs is not None:
-        fields["logprobs"] = [token.logprob for token in state.tokens]
-        fields["top_logprobs"] = [token.top_logprobs for token in state.tokens]
+        fields |= {
+            "logprobs": [token.logprob for token in state.tokens],
+            "top_logprobs": [token.top_logprobs for token in state.tokens],
+        }
     return fields
 
 
@@ -111,7 +113,7 @@ def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace)
         "model": args.model,
         "method": args.method,
         "coupled": args.coupled,
-        "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
+        "draft": None if "--draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
         **answer(state),
         **vars(stats),

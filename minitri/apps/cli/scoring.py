@@ -7,11 +7,6 @@ from argparse import Namespace
 from minitri.apps.cli import arguments, boot, documents, exits, report, terminal
 
 
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri score`."""
-    return arguments.OneLineParser("score")
-
-
 def run_command(args: Namespace) -> None:
     """Prints the log-probabilities of the file's text. Raises `InputError`."""
     engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
@@ -24,11 +19,18 @@ def run_command(args: Namespace) -> None:
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:
-        facts = {"model": args.model, **report.where(engine.model), "num_tokens": len(ids)}
-        means = {"logprob_per_token": mean, "perplexity": perplexity}  # natural logarithms
-        print(json.dumps({**facts, **means, "token_ids": ids, "logprobs": [None, *scores]}))
+        result = {
+            "model": args.model,
+            **report.where(engine.model),
+            "num_tokens": len(ids),
+            "logprob_per_token": mean,  # natural logarithms
+            "perplexity": perplexity,
+            "token_ids": ids,
+            "logprobs": [None, *scores],
+        }
+        print(json.dumps(result))
     else:
         print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
 
 
-main = exits.program(build_parser, run_command)
+main = exits.program(lambda: arguments.OneLineParser("score"), run_command)

@@ -19,8 +19,12 @@ MAX_RESTARTS = 4  # of a replica, by Ray
 MAX_GROUP = 16  # prompts, whose answers are written together
 
 
-def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
-    """Connects to Ray; returns it and the resources of a replica. Raises `InputError`."""
+def on_replicas(lines: list[jsonl.Line], args: Namespace) -> Iterator[Json]:
+    """Answers prompts by engines on a Ray cluster, in groups as they end. Raises `InputError`."""
+    if args.save_kv is not None:
+        raise InputError("--ray has no --save-kv; leave one of them out")
+    args.seed = draw_seed() if args.seed is None else args.seed
+    args.coupled = True
     import ray
 
     local: Json = {}
@@ -36,17 +40,8 @@ def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
     num_gpus = int(args.device != "cpu" and "GPU" in resources)
     most = 1 if num_gpus else max(1, int(resources["CPU"]) // args.replicas)
     args.threads = args.threads or most
-    return ray, {"num_cpus": args.threads, "num_gpus": num_gpus}
-
-
-def on_replicas(lines: list[jsonl.Line], args: Namespace) -> Iterator[Json]:
-    """Answers prompts by engines on a Ray cluster, in groups as they end. Raises `InputError`."""
-    if args.save_kv is not None:
-        raise InputError("--ray has no --save-kv; leave one of them out")
-    args.seed = draw_seed() if args.seed is None else args.seed
-    args.coupled = True
-    ray, share = connect(args)
-    actor = ray.remote(**share, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(Replica)
+    options = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
+    actor = ray.remote(num_cpus=args.threads, num_gpus=num_gpus, **options)(Replica)
     replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
     lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
     size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1

@@ -111,15 +111,16 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
     for method in progress_bar(args, iterable=methods, desc="sampled", unit=" methods"):
         speculation = taken(SpeculationConfig, args, method=method, budget=budget)
         p_values = run_test(engine, prompts, speculation, args)
+        least = min(p_values.values())
         verdict = "consistent"
-        if min(p_values.values()) * len(p_values) * len(args.methods) < FALSE_ALARM:
+        if least * len(p_values) * len(args.methods) < FALSE_ALARM:
             verdict = "BUG" if is_exact else "unclear"
         yield {
             "mode": "sampled",
             "method": method,
             "verdict": verdict,
             "num_tokens": len(prompts) * LENGTH,
-            "least_p_value": min(p_values.values()),
+            "least_p_value": least,
             "p_values": p_values,
         }
 

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections import Counter
 
 from minitri.apps.cli import arguments, boot, exits, inputs, report
-from minitri.core.settings import METHODS
+from minitri.core.settings import METHODS, SpeculationConfig
 
 VERDICTS = {
     "equal": "speculation changes nothing",
@@ -21,13 +21,6 @@ VERDICTS = {
     "BUG": "speculation changes texts, which is a bug",
 }  # from best to worst, with the conclusion from the worst one
 COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least_p_value"
-
-
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri selftest`."""
-    parser = arguments.OneLineParser("selftest")
-    arguments.add_prompt_flags(parser)
-    return parser
 
 
 def table(results: list[report.Json]) -> str:
@@ -41,6 +34,8 @@ def table(results: list[report.Json]) -> str:
 def run_command(args: Namespace) -> int:
     """Runs all comparisons of the self-test; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
+    for method in args.methods:  # before anything is loaded
+        SpeculationConfig(method)
     text = inputs.read_prompt(args.prompt_file, args.prompt)
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=2000)
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
@@ -59,4 +54,4 @@ def run_command(args: Namespace) -> int:
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 
-main = exits.program(build_parser, run_command, parallel=True)
+main = exits.program(lambda: arguments.OneLineParser("selftest"), run_command, parallel=True)

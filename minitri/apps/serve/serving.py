@@ -51,11 +51,7 @@ class ServeFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri serve`."""
-    parser = arguments.OneLineParser("serve")
-    arguments.add_fields(parser, ServeFlags)
-    arguments.add_fields(parser.add_argument_group("clients"), Access)
-    parser.set_defaults(**dict.fromkeys(arguments.SAMPLING))  # the model recommends some
-    return parser
+    return arguments.OneLineParser("serve", ServeFlags, Access)
 
 
 def run_command(args: Namespace) -> None:
@@ -150,4 +146,4 @@ def choose_rows(
     raise InputError(got, "lower batch_size=", "lower context=", "give more memory=")
 
 
-main = exits.program(build_parser, run_command, ServeFlags, Access)
+main = exits.program(build_parser, run_command)

@@ -17,8 +17,9 @@ from rich.console import Console
 import minitri
 from minitri import InputError
 from minitri.apps.chat import at_terminal
-from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
+from minitri.apps.chat.chatting import COMMANDS, Chat, main
 from minitri.apps.chat.conversation import Conversation, Turn
+from minitri.apps.cli.arguments import OneLineParser
 from minitri.core.log import log
 from minitri.files.archive import NOWHERE, Archive, state_folder
 from minitri.text.special_tokens import SpecialTokens
@@ -63,7 +64,7 @@ def begin(loaded, monkeypatch, capsys):
     capsys.readouterr()
 
     def begin(flags=f"-n 12 {ENDLESS}", documents=(), folder=NOWHERE, **fields) -> Chat:
-        args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
+        args = OneLineParser("chat").parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
         talk = Conversation(loaded.tokenizer, **fields)
         talk = talk.with_documents(dict(documents), loaded.config, args)
         return Chat(loaded, talk, args, Archive(folder))
@@ -346,7 +347,7 @@ def spelled(tokens: Tokenizer, ids: list[int]) -> str:
 
 
 def conversation(tokens, documents=(), **fields) -> Conversation:
-    flags = build_parser().parse_args([])
+    flags = OneLineParser("chat").parse_args([])
     config = tiny_config(context_length=2048)
     return Conversation(tokens, **fields).with_documents(dict(documents), config, flags)
 

@@ -3,12 +3,12 @@
 import fcntl
 import json
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from minitri import generate
-from minitri.apps.cluster import batch
 from tests.conftest import SENTENCES
 
 
@@ -22,6 +22,12 @@ class FakeRay:
         self.groups: list[list] = []
         self.util = SimpleNamespace(ActorPool=lambda replicas: self)
         self.answers = SimpleNamespace(remote=self.answer)
+
+    def init(self, address, **settings):
+        pass
+
+    def cluster_resources(self):
+        return {"CPU": 2}
 
     def remote(self, **share):
         return lambda _: SimpleNamespace(remote=lambda *settings: self)
@@ -42,7 +48,7 @@ def run(tmp_path, folder, call, monkeypatch):
     answers go to `run.file`."""
 
     def run(ray: FakeRay):
-        monkeypatch.setattr(batch, "connect", lambda args: (ray, {}))
+        monkeypatch.setitem(sys.modules, "ray", ray)
         words = ["--prompts", tmp_path / "in.jsonl", "-m", folder, "--output", run.file]
         return call(generate.main, *words, "--ray", "local", "--replicas", "2")
 

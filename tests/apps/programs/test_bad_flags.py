@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from minitri import generate, loader
 from minitri.apps import plan
 from minitri.apps.cli import inputs
+from minitri.apps.cli.arguments import OneLineParser
 from tests.conftest import tiny_engine
 
 BAD = r"""
@@ -83,9 +84,8 @@ def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
     assert re.search(message, err.removeprefix("minitri: ").strip()), err
     assert re.match(r"minitri: .*\w.*; \S", err), err
     if name != "minitri":
-        actions = module.build_parser()._actions
-        known = {flag for action in actions for flag in action.option_strings}
-        known |= {"--list-models", *(word.partition("=")[0] for word in words)}
+        known = {*re.findall(r"--[a-z0-9-]+", call(module.main, "--help-all").out)}
+        known |= {word.partition("=")[0] for word in words}
         assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", err)} <= known
 
 
@@ -100,9 +100,9 @@ FINE |= dict.fromkeys(("temperature", "top_p", "min_p"), ("0", "0.5", "1"))
 """Values that most flags take, by what their help calls the value, or by their names."""
 
 
-def command_line(program, draw: random.Random) -> list[str]:
+def command_line(parser: OneLineParser, draw: random.Random) -> list[str]:
     """Up to six flags of a program with values that often make sense, and two that rarely do."""
-    actions, words = program.build_parser()._actions[1:], []  # without --help
+    actions, words = parser._actions[1:], []  # without --help
     for _ in range(draw.randint(0, 6)):
         action = draw.choice(actions)
         words.append(draw.choice(action.option_strings or ["--"]))
@@ -131,17 +131,24 @@ def tiny_models(monkeypatch):
 SHORT = ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]
 
 
-@pytest.mark.parametrize(("program", "fixed"), [(generate, SHORT), (plan, [])])
+PROGRAMS = {
+    "generate": (generate.main, generate.build_parser(), SHORT),
+    "plan": (plan.main, OneLineParser("plan", plan.PlanFlags), []),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.usefixtures("tiny_models")
-def test_any_flags_run_or_are_refused_in_one_line(program, fixed):
+def test_any_flags_run_or_are_refused_in_one_line(program):
+    main, parser, fixed = PROGRAMS[program]
     draw = random.Random(0)
     for _ in range(NUM_LINES):
-        argv = command_line(program, draw)
+        argv = command_line(parser, draw)
         out, err, stdin = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(b"She had"))
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "stdin", stdin)
             with pytest.raises(SystemExit) as ended:
-                program.main([*fixed, *argv])
+                main([*fixed, *argv])
         lines = [line for line in err.getvalue().splitlines() if line.startswith("minitri: ")]
         code = ended.value.code or 0
         assert code in (0, 2), argv
