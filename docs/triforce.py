@@ -393,7 +393,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
     config = {"rope_theta": 10000.0, "rope_type": rope.get("type"), **config, **rope}
     for key, plain in PLAIN.items():
         if (got := config.get(key)) != plain and (got is not None or key == "model_type"):
-            raise ValueError(f"{path} has {key}={got!r:.60}, this file runs {plain}; use minitri")
+            raise ValueError(f"{path} has {key}={got!r:.60}, not {plain}; use minitri")
     if path.is_file():
         weights, tokenizer = read_gguf(path)
     else:
@@ -402,7 +402,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, weight in weights.items():
         weights[name] = weight.to(device, dtype if weight.is_floating_point() else torch.int64)
-    if "model.layers.0.mlp.up_proj.weight" not in weights:
+    if not {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"} <= {*lent, *weights}:
         raise ValueError(f"{path} lacks weights, or is quantized; give a whole model that is not")
     return Llama(config, lent | weights, tokenizer)
 
@@ -485,7 +485,7 @@ def main(words: list[str] | None = None) -> None:
     ids = model.tokenizer.encode(text).ids[: how.prompt_tokens]
     most = model.config["max_position_embeddings"]
     if not 0 < len(ids) <= most - how.new_tokens:
-        raise ValueError(f"{how.text} gives {len(ids)} tokens; give 1 to {most} with new ones")
+        raise ValueError(f"{how.text} gives {len(ids)} tokens; 1 to {most} fit, with new ones")
     run = ids, make_stages(model, how, len(ids) + how.new_tokens)
     origins, ms = write(triforce(*run, how.gamma1, how.gamma2), model, how.new_tokens, show=True)
     _, alone = write(triforce(*run, 0, 0), model, how.new_tokens, show=False)
