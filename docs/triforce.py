@@ -10,9 +10,10 @@ proposers guess first, and the model with all its KV, the target, verifies many 
     target     the target with the full cache              verifies these: what it accepts is text
 
 Whatever is guessed, the text follows the target's own distribution. A guess was sampled from q, its
-proposer's distribution; p is the verifier's at the same place. § is a section of the paper.
-Shapes: L layers, T tokens of a pass, N guesses, S slots of a cache, P = 2 (K and V), K KV heads, H
-query heads, R = T H / K, D size of a head, E hidden size, V vocabulary, C chunks of M tokens.
+proposer's distribution; p is the verifier's at the same place. § is a section of the paper, a line
+is one of its Algorithm 1. Shapes: L layers, T tokens of a pass, N guesses (or as many and one), S
+slots of a cache, P = 2 (K and V), K KV heads, H query heads, G = H / K, R = G T, D size of a head,
+E hidden size, V vocabulary, C chunks of M tokens in the text, B of them in the budget.
 """
 
 import json
@@ -39,7 +40,7 @@ DRAFT = Path(__file__).resolve().parents[1] / "weights/smollm2-135m-draft"
 FLAGS = {"model": MODEL, "draft": DRAFT, "rule": "block", "temperature": 0.6, "seed": 0}
 FLAGS |= {"gamma1": 2, "gamma2": 6, "budget": 512, "prompt-tokens": 2000, "new-tokens": 100}
 PLAIN = {"model_type": "llama", "rope_type": "default", "hidden_act": "silu", "mlp_bias": False}
-PLAIN |= {"attention_bias": False, "quantization_config": None}
+PLAIN |= {"attention_bias": False, "quantization_config": None}  # a config says this, or nothing
 COLORS = {"draft": "\x1b[32m", "retrieval": "\x1b[36m", "target": "\x1b[33m"}
 
 
@@ -49,7 +50,7 @@ def triforce(prompt: list[int], stages: Any, gamma1: int, gamma2: int) -> Iterat
     draft, retrieval, target = stages
     text, block, q_NV, origins = [*prompt], list[int](), torch.empty(0, 0), list[str]()
     while True:
-        tokens, _ = target.verify(text, block, q_NV)  # lines 20 to 29
+        tokens, _ = target.verify(text, block, q_NV)  # lines 20 to 29; at first it reads the prompt
         text += tokens
         yield from zip(tokens, [*origins[: len(tokens) - 1], "target"], strict=True)
         if gamma2 > 0:
@@ -58,9 +59,9 @@ def triforce(prompt: list[int], stages: Any, gamma1: int, gamma2: int) -> Iterat
 
 
 def guess_block(text: list[int], draft: Any, retrieval: Any, gamma1: int, gamma2: int) -> Any:
-    """Lines 4 to 19, the hierarchy (§4.2): rounds of draft and retrieval until there are gamma2
-    tokens. Whoever guessed them, emitted tokens follow the retrieval level's p, which is their q
-    for the target: if only their number decides on another round, and none is thrown away."""
+    """Lines 4 to 19, the hierarchy (§4.2): rounds until there are gamma2 tokens, or up to gamma1
+    more. What the retrieval level emits follows its p, whoever guessed it (§2.1): so p is its q for
+    the target. For this, none is thrown away, and their number alone decides on another round."""
     block, q, origins = list[int](), list[Tensor](), list[str]()
     while len(block) < gamma2:
         guesses, draft_q_NV = draft.propose(text + block, gamma1)  # lines 6 and 7
@@ -73,10 +74,11 @@ def guess_block(text: list[int], draft: Any, retrieval: Any, gamma1: int, gamma2
 
 def verify(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor, accept: Any) -> list[int]:
     """VERIFY and CORRECT (§2.1): the accepted guesses and one token more, by the last number of u:
-    after a rejection a sample of max(scale * p - q, 0), *recovered*; else of p, a *bonus*."""
+    after a rejection a sample of max(scale * p - q, 0), *recovered*; else of p, a *bonus*. The
+    rule `accept` gives the number of accepted guesses, and the scale: 1 by the token rule."""
     n, scale = accept(tokens, q_NV, p_NV, u_N)
     rest_V = scale * p_NV[n]
-    if n < len(tokens) and (rest_V > q_NV[n]).any():
+    if n < len(tokens) and (rest_V > q_NV[n]).any():  # rounding may have left nothing
         rest_V = (rest_V - q_NV[n]).clamp_min(0)
     cdf_V = rest_V.double().cumsum(0)
     token = torch.searchsorted(cdf_V, u_N[-1:].to(cdf_V.device) * cdf_V[-1], right=True)
@@ -93,13 +95,14 @@ def accept_by_token(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) 
 
 def accept_by_block(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
     """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2): each prefix x_1 .. x_i has a
-    test, the longest that passes is accepted. With probability `keep` the prefix stays in all."""
+    test, and the longest that passes is accepted. `keep` is the probability that a prefix is part
+    of what is accepted; `passes` is that of its own test, which counts if no longer one passes."""
     num_accepted, kept, keep = 0, 1.0, 1.0
     for i, x in enumerate(tokens):
         keep = passes = min(1.0, keep * float(p_NV[i, x]) / float(q_NV[i, x]))
         if keep < 1 and i + 1 < len(tokens):
             left = float((keep * p_NV[i + 1] - q_NV[i + 1]).clamp_min(0).sum())
-            passes = left / (left + 1 - keep)  # if no longer prefix passes
+            passes = left / (left + 1 - keep)
         if u_N[i] < passes:
             num_accepted, kept = i + 1, keep
     return num_accepted, kept
@@ -107,7 +110,8 @@ def accept_by_block(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) 
 
 def verify_coupled(tokens: list[int], p_NV: Tensor, seed: int, position: int) -> list[int]:
     """Coupled rule (not in the paper): all stages take argmax(log p + g), a sample from p, by the
-    same Gumbel noise g, hashed from seed, position and token. So a seed has one text."""
+    same Gumbel noise g, hashed from seed, position and token. A guess is accepted if the verifier
+    takes the same token. So a seed has one text."""
     emitted = list[int]()
     for i, p_V in enumerate(p_NV):
         ids = p_V.nonzero()[:, 0]
@@ -121,7 +125,7 @@ def verify_coupled(tokens: list[int], p_NV: Tensor, seed: int, position: int) ->
 
 
 def splitmix(x: Tensor) -> Tensor:
-    """SplitMix64 (Steele et al. 2014), a hash of int64 numbers, which wrap as unsigned ones do."""
+    """SplitMix64 (Steele et al. 2014): a hash of int64. A mask makes a shift that of unsigned."""
     x = x - 0x61C8864680B583EB
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -131,19 +135,19 @@ def splitmix(x: Tensor) -> Tensor:
 class Stage:
     """A model and its KV cache, allocated once; this class is the target with the full cache. The
     first `length` slots are valid, and a pass writes to the next ones alone: so a lower `length`
-    forgets rejected guesses. A pass has at most `room` tokens, but for a prompt's."""
+    forgets rejected guesses. A pass has at most `room` tokens, but for a prompt's. `how`: flags."""
 
     def __init__(self, model: "Llama", how: Any, num_slots: int, room: int) -> None:
         self.model, self.how, self.room = model, how, room
         self.kv_LSPKD = self.allocate((model.L, num_slots + room, 2, model.K, model.D))
-        self.query_LHD = model.embedding.new_zeros(model.L, model.H, model.D)
+        self.query_LHD = model.embedding.new_zeros(model.L, model.H, model.D)  # set by attention
         self.length = 0  # valid slots
         self.offset = 0  # a token's position, by which its key is rotated, is its slot + offset
         self.num_read = 0  # tokens of the text that were read; not all of them need have a slot
         self.forward = capture(model, self) if self.kv_LSPKD.is_cuda else model.forward
 
     def propose(self, text: list[int], count: int) -> tuple[list[int], Tensor]:
-        """DRAFT (lines 6 and 7): samples tokens one by one; also the q that they are samples of."""
+        """DRAFT (lines 6 and 7): tokens, and q of each. To verify no guess is to sample from p."""
         guesses, q = list[int](), list[Tensor]()
         for _ in range(count):
             token, p_1V = self.verify(text + guesses, [], torch.empty(0, 0))
@@ -168,7 +172,7 @@ class Stage:
         kept = min(self.num_read, len(text) - 1)
         self.length, self.num_read = self.length - self.num_read + kept, kept
         unread = text[self.num_read :]
-        if len(unread) > self.room:  # line 2
+        if len(unread) > self.room:  # line 2: a prompt, but for its last token
             for chunk in torch.tensor(self.window(unread[:-1])).split(512):
                 self.read(chunk, self.model.forward)
             self.num_read, unread = len(text) - 1, unread[-1:]
@@ -197,18 +201,20 @@ class Stage:
         return self.kv_LSPKD[layer]
 
     def update(self, layer: int, slots_T: Tensor, kvr_T3KD: Tensor) -> Tensor:
-        return self.layer(layer).index_copy_(0, slots_T, kvr_T3KD[:, :2])
+        return self.layer(layer).index_copy_(0, slots_T, kvr_T3KD[:, :2])  # K and V of all slots
 
 
 class RetrievalStage(Stage):
     """The target with `budget` tokens of the full cache: the chunks that matter now (§4.1), the
     least important first, for each layer and KV head; after them come the guesses."""
 
-    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; slot after them
+    num_exact = 0  # tokens of the text that `build` chose from, or `follow` copied
+    next_slot = 0  # where the next one is copied to, modulo the budget
+    built_at = -torch.inf  # the text's length when chunks were chosen
 
     def follow(self, target: Stage, num_tokens: int) -> None:
         """Line 30: forgets the block, and copies the target's K and V of new tokens: to free slots,
-        then from slot 0 on, over the least important (§4.3). At a stride first rebuilds (§3.2)."""
+        then from slot 0 on, over the least important. At a stride first rebuilds (§4.3)."""
         if num_tokens - self.built_at >= self.how.budget // 2:
             self.build(target, num_tokens)
         end = self.next_slot + num_tokens - self.num_exact
@@ -222,19 +228,19 @@ class RetrievalStage(Stage):
     def build(self, target: Stage, num_tokens: int) -> None:
         """Chooses chunks by the attention of the target's latest query to the mean of their keys: a
         softmax per query head, summed by KV head. The first and latest chunks always stay."""
-        M, N = CHUNK_SIZE, num_tokens // CHUNK_SIZE
-        C = min(N, self.how.budget // M)
+        M, C = CHUNK_SIZE, num_tokens // CHUNK_SIZE
+        B = min(C, self.how.budget // M)
         heads_K = torch.arange(self.model.K, device=self.model.device)
         for layer, query_HD in enumerate(target.query_LHD):
-            kv_NMPKD = target.layer(layer)[: N * M].unflatten(0, (N, M))
-            mean_keys_KDN = kv_NMPKD[:, :, 0].mean(1).permute(1, 2, 0)
+            kv_CMPKD = target.layer(layer)[: C * M].unflatten(0, (C, M))
+            mean_keys_KDC = kv_CMPKD[:, :, 0].mean(1).permute(1, 2, 0)
             q_KGD = query_HD.unflatten(0, (self.model.K, -1)) / self.model.D**0.5
-            scores_KN = (q_KGD @ mean_keys_KDN).float().softmax(-1).sum(1)
-            scores_KN[:, :1] = scores_KN[:, N - max(1, C // 8) :] = torch.inf
-            best_CK = scores_KN.topk(C).indices.flip(1).T
-            kv_CKMPD = kv_NMPKD.permute(0, 3, 1, 2, 4)[best_CK, heads_K]
-            self.kv_LSPKD[layer, : C * M] = kv_CKMPD.permute(0, 2, 3, 1, 4).flatten(0, 1)
-        self.built_at, self.num_exact, self.next_slot = num_tokens, N * M, C * M
+            scores_KC = (q_KGD @ mean_keys_KDC).float().softmax(-1).sum(1)
+            scores_KC[:, :1] = scores_KC[:, C - max(1, B // 8) :] = torch.inf
+            best_BK = scores_KC.topk(B).indices.flip(1).T
+            kv_BKMPD = kv_CMPKD.permute(0, 3, 1, 2, 4)[best_BK, heads_K]
+            self.kv_LSPKD[layer, : B * M] = kv_BKMPD.permute(0, 2, 3, 1, 4).flatten(0, 1)
+        self.built_at, self.num_exact, self.next_slot = num_tokens, C * M, B * M
 
 
 class DraftStage(Stage):
@@ -269,33 +275,26 @@ class LookupStage(Stage):
 
 class OffloadedStage(Stage):
     """The target with its full cache in host memory (§5.1, offloading): while a layer computes, the
-    next one is copied to the other of two buffers on the GPU. On a CPU these are plain copies."""
+    next one (after the last, the first) is copied to the other of two buffers on the device."""
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
         like = self.model.embedding
         self.stream = torch.cuda.Stream() if like.is_cuda else None
-        self.buffers = [like.new_zeros(shape[1:]) for _ in range(2)]  # in use, and the next
+        self.buffers = [like.new_zeros(shape[1:]) for _ in range(2)]  # one in use, one being filled
         return torch.zeros(shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
-    def fetch(self, layer: int) -> None:
-        if self.stream:  # what is queued may still use the buffer
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self.buffers[1].copy_(self.kv_LSPKD[layer], non_blocking=True)
-
     def layer(self, layer: int) -> Tensor:
-        if layer == 0:
-            self.fetch(0)
         if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream().wait_stream(self.stream)  # for the copy of this layer
+            self.stream.wait_stream(torch.cuda.current_stream())  # which may read the other buffer
         self.buffers.reverse()
-        if layer + 1 < self.model.L:
-            self.fetch(layer + 1)
+        with torch.cuda.stream(self.stream):
+            self.buffers[1].copy_(self.kv_LSPKD[(layer + 1) % self.model.L], non_blocking=True)
         return self.buffers[0]
 
     def update(self, layer: int, slots_T: Tensor, kvr_T3KD: Tensor) -> Tensor:
         kv_SPKD = super().update(layer, slots_T, kvr_T3KD)
-        new = slice(self.length, self.length + len(slots_T))  # arrives before the tokens are known
+        new = slice(self.length, self.length + len(slots_T))  # copied when the pass ends
         self.kv_LSPKD[layer, new].copy_(kv_SPKD[new], non_blocking=True)
         return kv_SPKD
 
@@ -394,7 +393,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
     config = {"rope_theta": 10000.0, "rope_type": rope.get("type"), **config, **rope}
     for key, plain in PLAIN.items():
         if (got := config.get(key)) != plain and (got is not None or key == "model_type"):
-            raise ValueError(f"{path} has {key}={got!r:.60}, this file runs {plain}; use minitri")
+            raise ValueError(f"{path} has {key}={got!r:.60}, not {plain}; use minitri")
     if path.is_file():
         weights, tokenizer = read_gguf(path)
     else:
@@ -403,7 +402,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, weight in weights.items():
         weights[name] = weight.to(device, dtype if weight.is_floating_point() else torch.int64)
-    if "model.layers.0.mlp.up_proj.weight" not in weights:
+    if not {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"} <= {*lent, *weights}:
         raise ValueError(f"{path} lacks weights, or is quantized; give a whole model that is not")
     return Llama(config, lent | weights, tokenizer)
 
@@ -438,7 +437,8 @@ def make_stages(model: Llama, how: Any, num_tokens: int) -> tuple[Any, Retrieval
     """The stages of Algorithm 1, for a text of at most `num_tokens` tokens."""
     how.generator = torch.Generator().manual_seed(how.seed)
     room = 1 + how.gamma1 + how.gamma2
-    target = (OffloadedStage if how.offload else Stage)(model, how, num_tokens, room)
+    target_type = OffloadedStage if how.offload and model.L > 1 else Stage  # L = 1: no next layer
+    target = target_type(model, how, num_tokens, room)
     retrieval = RetrievalStage(model, how, how.budget + how.gamma2, room=1 + how.gamma1)
     if how.draft == Path("lookup") or (how.draft == DRAFT and how.model != MODEL):
         return LookupStage(model, how, 0, 1), retrieval, target
@@ -478,14 +478,14 @@ def write(run: Iterator[tuple[int, str]], model: Llama, count: int, *, show: boo
 
 
 def main(words: list[str] | None = None) -> None:
-    """Reads a text, writes on, and does it again without speculation."""
+    """Reads a text, writes on, and does it again without guesses; the prompt is in the cache."""
     how = parse(words)
     text = how.text.read_text("utf-8", "replace")
     model = load(how.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), {})
     ids = model.tokenizer.encode(text).ids[: how.prompt_tokens]
     most = model.config["max_position_embeddings"]
     if not 0 < len(ids) <= most - how.new_tokens:
-        raise ValueError(f"{how.text} gives {len(ids)} tokens; give 1 to {most} with new ones")
+        raise ValueError(f"{how.text} gives {len(ids)} tokens; 1 to {most} fit, with new ones")
     run = ids, make_stages(model, how, len(ids) + how.new_tokens)
     origins, ms = write(triforce(*run, how.gamma1, how.gamma2), model, how.new_tokens, show=True)
     _, alone = write(triforce(*run, 0, 0), model, how.new_tokens, show=False)

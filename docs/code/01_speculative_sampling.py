@@ -1,20 +1,14 @@
-"""Chapter 1: whatever q the guesses come from, what `verify_one` emits follows p.
-
-Every uniform number is replaced by the midpoints of a grid on whose lines all borders between
-outcomes lie, so that sums over the grid are the exact probabilities.
-"""
+"""Chapter 1: whatever q the guesses come from, what `verify_one` emits follows p."""
 
 from collections import Counter
 from itertools import product
 
 from minitri.core.decoding.reference import sample_one, verify_one
 
-P = (0.4, 0.3, 0.2, 0.1)
-"""The verifier's distribution of the next token."""
-Q = (0.2, 0.2, 0.2, 0.4)
-"""The proposer's: it guesses token 3 far too often."""
-AFTER = (0.25, 0.25, 0.25, 0.25)
-"""The verifier's distribution of the token after an accepted guess."""
+P = (0.4, 0.3, 0.2, 0.1)  # the verifier's distribution of the next token
+Q = (0.2, 0.2, 0.2, 0.4)  # the proposer's: it guesses token 3 far too often
+AFTER = (0.25, 0.25, 0.25, 0.25)  # the verifier's after an accepted guess
+# Midpoints of cells on whose borders outcomes change: so sums over them are exact probabilities.
 GRID = [[(i + 0.5) / count for i in range(count)] for count in (10, 12, 12)]
 
 

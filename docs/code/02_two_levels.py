@@ -1,8 +1,4 @@
-"""Chapter 2: what a token costs by each method where the KV cache is larger than the weights.
-
-Tokens and passes are counted with toy models, by Algorithm 1 itself. What a pass takes is predicted
-by its bytes, for Llama-2 7B with 122,880 tokens in its cache on an A100: nothing is timed.
-"""
+"""Chapter 2: what a token costs by each method where the KV cache is larger than the weights."""
 
 import random
 from collections import Counter
@@ -15,8 +11,8 @@ from minitri.files.named_models import MODELS
 STEPS = 1000
 LLAMA, DRAFT = MODELS["llama2-7b-128k"].shape, MODELS["llama-68m"].shape
 WORK = Workload(LLAMA, DRAFT, num_tokens=122_880, num_retrieved=4096)
-NOISE = {"draft": 0.62, "retrieval": 0.1, "target": 0.0}
-MS = {stage: 1e3 * WORK.seconds(CARDS[80], stage, 0) for stage in NOISE}
+NOISE = {"draft": 0.62, "retrieval": 0.1, "target": 0.0}  # in toy models, to count tokens
+MS = {stage: 1e3 * WORK.seconds(CARDS[80], stage, 0) for stage in NOISE}  # by bytes: no timing
 
 
 @cache

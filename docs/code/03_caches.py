@@ -24,9 +24,7 @@ def tiny(context_length: int) -> Llama:
     return model
 
 
-@torch.inference_mode()
-def main() -> None:
-    """Fills the caches as a run does; prints what they hold."""
+if __name__ == "__main__":
     target, draft = tiny(2048), tiny(128)
     full = FullCache.allocate(target, 1, 1024)
     small = RetrievalCache(full, target, SETTINGS, [64])
@@ -54,7 +52,3 @@ def main() -> None:
     full.keys[:, :, :, 1000:] = torch.nan
     after = verifier.next_probs([TEXT], [True]).probs_BNV
     print("rejected guesses change the next distribution:", not torch.allclose(before, after))
-
-
-if __name__ == "__main__":
-    main()

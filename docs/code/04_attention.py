@@ -1,37 +1,26 @@
 """Chapter 4: attention over a prefix and a block needs a rule for the block alone."""
 
 import torch
-from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from minitri.core.model.attention import attend_math
 from minitri.devices.cpu.flash_attention import attend_cpu
 
 PREFIX, T, H, K, D = 1000, 4, 4, 2, 8
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def random(*shape: int) -> Tensor:
-    """Normal numbers, float64."""
-    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
-
-
-def masked(q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, sees_TS: Tensor) -> Tensor:
-    """The textbook: all scores, and a mask over prefix and block."""
-    keys, values = (it.repeat_interleave(H // K, 1) for it in (keys_BKSD, values_BKSD))
-    scores_BHTS = q_BTHD.transpose(1, 2) @ keys.transpose(2, 3) / D**0.5
-    probs_BHTS = scores_BHTS.masked_fill(~sees_TS, -torch.inf).softmax(3)
-    return (probs_BHTS @ values).transpose(1, 2)
+S = PREFIX + T
 
 
 if __name__ == "__main__":
-    S = PREFIX + T
-    q, keys, values = random(1, T, H, D), random(1, K, S + 10, D), random(1, K, S + 10, D)
+    torch.manual_seed(0)
+    q = torch.randn(1, T, H, D).double()
+    keys, values = torch.randn(2, 1, K, S + 10, D).double()
     sees_TS = torch.ones(T, S, dtype=torch.bool).tril(PREFIX)
-    expected = masked(q, keys[:, :, :S], values[:, :, :S], sees_TS)
+    prefix_and_block = q.transpose(1, 2), keys[:, :, :S], values[:, :, :S]
+    expected = scaled_dot_product_attention(*prefix_and_block, sees_TS, enable_gqa=True)
     keys[:, :, S:] = torch.nan  # what stands after the block changes nothing
     block = attend_math(q, keys, values, [PREFIX])
     print(f"a mask would have {T * S} entries, the rule of the block has {T * T}")
-    print("prefix + block equals the mask:", torch.allclose(block, expected))
+    print("prefix + block equals the mask:", torch.allclose(block, expected.transpose(1, 2)))
     singles = [attend_math(q[:, [i]], keys, values, [PREFIX + i]) for i in range(T)]
     print("a block equals its tokens, one by one:", torch.allclose(block, torch.cat(singles, 1)))
     merged = attend_cpu(q, keys, values, [PREFIX])

@@ -1,7 +1,4 @@
-"""Chapter 5: which chunks the retrieval cache holds, and how they follow the text.
-
-One layer, one head. The keys of chunk 20 answer queries of one kind, those of chunk 41 another.
-"""
+"""Chapter 5: which chunks the retrieval cache holds, and how they follow the text."""
 
 import torch
 
@@ -13,7 +10,7 @@ from minitri.core.settings import SpeculationConfig
 
 CHUNK, BUDGET, D = 8, 64, 16
 KEYS_SD = 0.2 * torch.randn(640, D, generator=torch.Generator().manual_seed(0))
-TOPICS = {20: torch.eye(D)[0], 41: torch.eye(D)[1]}
+TOPICS = {20: torch.eye(D)[0], 41: torch.eye(D)[1]}  # two chunks, and queries that they answer
 for number, direction in TOPICS.items():
     KEYS_SD[CHUNK * number : CHUNK * (number + 1)] += direction
 

@@ -8,8 +8,8 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.settings import SpeculationConfig, StepPlan
 
 MS = {"draft": 2.0, "retrieval": 8.0, "target": 20.0}
+# The probabilities that a guess of the drafter, and one with the retrieval cache, is accepted.
 TEXTS = {"a copy": (0.9, 0.95), "a novel": (0.4, 0.95), "noise": (0.1, 0.2)}
-"""How likely it is that a guess of the drafter, or one with the retrieval cache, is accepted."""
 ODDS = random.Random(0)
 
 

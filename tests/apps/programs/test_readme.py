@@ -1,4 +1,4 @@
-"""Every command of README.md and its Python program: real weights, a whole novel, no network.
+"""Commands of README.md and docs/programs.md, the Python program: real weights, no network.
 
 `ADDED` has flags for each command that make it short; `OTHERS` need more than this machine.
 """
@@ -15,7 +15,7 @@ import pytest
 from minitri.apps.cli.inputs import demo_text
 
 ROOT = Path(__file__).parents[3]
-README = (ROOT / "README.md").read_text("utf-8")
+README = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/programs.md"))
 LLAMA = "llama2-7b-128k"
 ADDED = {
     'minitri "The sea was" -n 60': "",
@@ -41,14 +41,14 @@ ADDED = {
 """Commands to run, each with flags that come after its own."""
 OTHERS = ("torchrun ", "python -m tools.b", "python -m pytest", "python3 -m venv", "pytest ")
 OTHERS += ("minitri audit ", "minitri serve", "pip install")
-"""Beginnings of commands that need two GPUs, other programs, a server, an index of packages, or are
-this suite."""
+"""Beginnings of commands that need two GPUs, a server, an index of packages, or are this suite."""
 
 
 def commands() -> list[str]:
     """Shell lines of blocks, and what in a sentence or table begins like a command."""
-    blocks = re.findall(r"^```\n(.*?)^```$", README, re.M | re.S)
-    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+    shell = "".join(text for kind, text in blocks if not kind)
+    lines = [line.partition("  #")[0] for line in shell.splitlines()]
     text = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
     lines += (" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text))
     parts = [part.strip() for line in lines for part in line.split(" && ")]
@@ -62,16 +62,12 @@ def test_every_command_is_run_or_known_to_need_more():
     assert ADDED.keys() <= {*commands()}
 
 
-NOVEL = (demo_text() * 2)[:740_000]
-"""A text of a novel's length that every machine has."""
-
-
 @pytest.fixture(scope="module")
 def novel(tmp_path_factory) -> Path:
     """A folder with a text as long as a novel."""
     folder = tmp_path_factory.mktemp("readme")
     for name in ("novel.txt", "persuasion.txt"):
-        (folder / name).write_text(NOVEL, "utf-8")
+        (folder / name).write_text((demo_text() * 2)[:740_000], "utf-8")
     return folder
 
 
