@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from minitri.core.errors import InputError, explain, shorten
 from minitri.text.sandbox import Sandbox
 
-SANDBOX = Sandbox("template", 5, 1 << 29)  # 5 s and 512 MiB
+SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""

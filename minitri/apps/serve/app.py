@@ -45,7 +45,6 @@ from minitri.worker import NUM_TICKS, Job, Worker
 SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
-READERS = ThreadPoolExecutor(2)  # of documents
 MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # spare files
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
@@ -105,7 +104,7 @@ class Service:
     max_open: int  # texts that may run or wait
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
-    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(3))  # and reading
 
     @property
     def num_open(self) -> int:
@@ -213,8 +212,8 @@ class Service:
         client = self._admit(request)
         async with self.uploads:
             body = await read_body(request, "application/octet-stream", MAX_BYTES)
-        with self._counted(client, 1):
-            read = await asyncio.wrap_future(READERS.submit(self.protocol.document, body))
+            with self._counted(client, 1):
+                read = await asyncio.to_thread(self.protocol.document, body)
         return Response(read, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
