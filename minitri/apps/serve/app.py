@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import page, responses
+from minitri.apps.serve import metrics, page, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
@@ -107,10 +108,6 @@ class Service:
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(3))  # and reading
 
     @property
-    def num_open(self) -> int:
-        return self.clients.total()
-
-    @property
     def app(self) -> Starlette:
         schemas = {path: kind.model_json_schema() for path, (kind, _) in ENDPOINTS.items()}
         routes = [
@@ -118,9 +115,11 @@ class Service:
             Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
         ]
+        metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
@@ -160,6 +159,7 @@ class Service:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
         started = time.monotonic()
+        latest: dict[int, float] = {}  # see `metrics.note`
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
@@ -170,6 +170,7 @@ class Service:
                     job.requests = [*await asyncio.wrap_future(compiling)]  # if a client waits
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
+                    metrics.note(event, started, latest)
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
@@ -195,9 +196,10 @@ class Service:
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         num_own = self.clients[client]
-        got = f"{num} texts are too many next to {self.num_open}, of which {num_own} are yours"
+        num_open = self.clients.total()
+        got = f"{num} texts are too many next to {num_open}, of which {num_own} are yours"
         message = f"{got} (at most {self.max_open}, and {share}); try later, or ask for less"
-        if self.num_open + num > self.max_open:
+        if num_open + num > self.max_open:
             raise ApiError(503, "queue_full", message)
         if num_own + num > share:
             raise ApiError(429, "rate_limit_exceeded", message)
@@ -224,9 +226,15 @@ class Service:
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
+    async def metrics(self, request: Request) -> Response:
+        """Counts and seconds for Prometheus."""
+        self._admit(request)
+        return Response(generate_latest(), media_type="text/plain; version=0.0.4")
+
     async def health(self, _: Request) -> Response:
         why = self.worker.problem
-        return JSONResponse({"status": why or "ok", "requests": self.num_open}, 503 if why else 200)
+        content = {"status": why or "ok", "requests": self.clients.total()}
+        return JSONResponse(content, 503 if why else 200)
 
 
 class Connection(H11Protocol):
