@@ -27,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Send
+from starlette.types import Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
@@ -58,16 +58,17 @@ class Answer(StreamingResponse):
     """HTTP response that begins with its first piece: earlier errors set its status."""
 
     async def stream_response(self, send: Send) -> None:
-        held: list[Message] = []
-
-        async def send_with_body(message: Message) -> None:
-            held.append(message)
-            while held and message["type"] == "http.response.body":
-                await send(held.pop(0))
-
         pieces: Any = self.body_iterator
         async with contextlib.aclosing(pieces):  # at once, if the client has left
-            await super().stream_response(send_with_body)
+            first = await anext(pieces)
+
+            async def all_pieces() -> AsyncGenerator[bytes, None]:
+                yield first
+                async for piece in pieces:
+                    yield piece
+
+            self.body_iterator = all_pieces()
+            await super().stream_response(send)
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -79,9 +80,11 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def read_body(request: Request, media_type: str, limit: int) -> bytes:
-    """A request's body. Raises `ApiError` for one of another type, or too long, or late.
-    Of these types pages of other sites can send none unasked."""
-    if not request.headers.get("content-type", "").lower().startswith(media_type):
+    """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
+    Programs may leave the type out. What a page sends has an Origin: of these types pages of other
+    sites can send nothing unasked."""
+    is_so_typed = request.headers.get("content-type", "").lower().startswith(media_type)
+    if "origin" in request.headers and not is_so_typed:
         raise ApiError(415, "unsupported_media_type", f"send the body as {media_type}")
     body = bytearray()
     try:
