@@ -25,19 +25,20 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import metrics, page, responses
+from minitri.apps.serve import metrics, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.chat_body import FIELDS
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.page import page
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -119,8 +120,9 @@ class Service:
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
-            Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
+            Route("/", page("chat.html")),
+            Route("/docs", page("docs.html")),
+            Route("/docs.json", JSONResponse(schemas | FIELDS["docs"])),
         ]
         metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
