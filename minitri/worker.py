@@ -153,9 +153,9 @@ class Worker:
                 self._renew(self._kind)
 
     def _end_run(self) -> None:
-        if self._run:
-            run = self._run
-            self._run = None  # first: a run that cannot be closed must not come back
+        run = self._run
+        self._run = None  # first: a run that cannot be closed must not come back
+        if run:
             run.close()
 
 

@@ -22,7 +22,7 @@ from minitri.text.grammar import MAX_CHARACTERS, Grammar
 from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
-SANDBOX = Sandbox("grammar", 1, 1 << 30)  # 1 s and 1 GiB
+SANDBOX = Sandbox("check_grammar", 1, 1 << 30)  # 1 s and 1 GiB
 SHORT = MAX_CHARACTERS // 8  # characters of a grammar; compiled, one takes up to 500 bytes
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 

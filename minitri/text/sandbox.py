@@ -1,4 +1,4 @@
-"""Sandboxes: processes with limits that render chat templates and compile grammars of strangers.
+"""Sandboxes: processes with limits for chat templates, grammars and documents of strangers.
 
 The processes run `sandbox_program.py`, and wait for more; those of a parent process are not used.
 """
@@ -20,11 +20,12 @@ PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
 class Sandbox:
     """Processes that answer questions of several threads, each within limits."""
 
-    def __init__(self, kind: str, seconds: float, num_bytes: int) -> None:
-        """A sandbox of a `kind` of program, with `seconds` of processor time for an answer."""
+    def __init__(self, kind: str, seconds: float, num_bytes: int, max_idle: int = 1) -> None:
+        """A sandbox where `kind` answers: a function of `sandbox_program.py`, or a module."""
         self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
         self._excess = f"it takes more than {seconds:g} s, or too much memory"
         self.idle: list[Popen[str]] = []  # processes that wait
+        self._max_idle = max_idle
         self._owner = os.getpid()
         weakref.finalize(self, stop, self.idle)
 
@@ -32,7 +33,7 @@ class Sandbox:
         """Has a process answer a question, which JSON can hold, within the limits.
         Raises `ValueError` for its error or one beyond limits, `InputError` on a system without."""
         if not find_spec("resource"):
-            problem = "chat templates and grammars run within limits that this system does not have"
+            problem = "templates, grammars and files run within limits, which this system lacks"
             raise InputError(f"{problem}; do without them, or use Linux, macOS or WSL")
         if self._owner != os.getpid():  # after a fork the processes are the parent's
             self._owner = os.getpid()
@@ -47,7 +48,7 @@ class Sandbox:
             raise ValueError(self._excess)
         answer = json.loads(line)
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise ValueError(answer["error"].removeprefix("ValueError: "))
         return answer["text"]
 
     def _ask(self, text: str, child: Popen[str] | None = None) -> str:
@@ -65,7 +66,7 @@ class Sandbox:
             print(text, file=child.stdin, flush=True)
             line = child.stdout.readline() if child.stdout else ""
         is_whole = line.endswith("\n")
-        if is_whole and not self.idle:
+        if is_whole and len(self.idle) < self._max_idle:
             self.idle.append(child)
         else:
             stop([child])

@@ -1,14 +1,13 @@
-"""The program of a sandbox: renders chat templates, or compiles grammars, in a process with limits.
+"""The program of a sandbox: what strangers send is read in a process with limits.
 
-A template comes from anywhere. Jinja's sandbox keeps it away from Python, but one expression may
-ask for any time and memory, and Jinja computes constants before it renders anything: only limits of
-a process help. Some grammars of 40 bytes take llguidance minutes, some of 60 KB more stack than a
-thread of minitri has, which ends a process. Each line of input is JSON, the answer is a line with
-`text` or `error`. Nothing of minitri is imported, to start fast.
+One expression of a template, or a grammar of 40 bytes, may ask for any time and memory, and one of
+60 KB for more stack than a thread of minitri has, which ends a process. Each line of input is JSON,
+the answer is a line with `text` or `error`. It imports nothing of minitri but what answers itself.
 """
 
 import datetime
 import functools
+import importlib
 import json
 import re
 import resource
@@ -73,7 +72,7 @@ def main(kind: str, seconds: float, num_bytes: int) -> None:
     for what, limit in limits.items():
         with suppress(ValueError):  # the limit is lower already
             resource.setrlimit(what, (limit, limit))
-    answer_to = {"template": render, "grammar": check_grammar}[kind]
+    answer_to = globals().get(kind) or importlib.import_module(kind).answer
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing, not of waiting
         try:

@@ -20,7 +20,7 @@ from minitri.text.special_tokens import SpecialTokens, control_tokens
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # first those that are their own byte
 BYTES = dict(zip(_LETTERS, sorted(range(256), key=lambda n: chr(n) not in _LETTERS), strict=True))
 """Bytes by the letters that stand for them in byte-level vocabularies."""
-SANDBOX = Sandbox("template", 5, 1 << 29)  # 5 s and 512 MiB
+SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""

@@ -135,7 +135,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
     """More time or memory than the limits is refused, too."""
-    monkeypatch.setattr(tokenizer, "SANDBOX", Sandbox("template", 0.3, 1 << 29))
+    monkeypatch.setattr(tokenizer, "SANDBOX", Sandbox("render", 0.3, 1 << 29))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused("chat template", problem):
         ChatTemplate(template, {}).render(TALK[:2])
@@ -153,7 +153,7 @@ def test_a_long_document_is_no_attack():
 
 
 def test_processes_stay_and_one_that_ends_is_replaced():
-    rendering = Sandbox("template", 1, 1 << 29)
+    rendering = Sandbox("render", 1, 1 << 29)
     refuse, echo = (["{{ raise_exception('no') }}", {}], ["{{ x }}", {"x": "y"}])
     assert rendering.ask(echo) == "y"
     [child] = rendering.idle

@@ -1,14 +1,13 @@
 """Reads the files that flags name as plain text: in any encoding, or PDF and HTML (an extra)."""
 
+import base64
 import io
-import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,10 @@ from typing import Any
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.devices.parallel.ranks import join
+from minitri.text.sandbox import Sandbox
 
 MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
+SANDBOX = Sandbox("minitri.apps.cli.documents", 10, 1 << 30, max_idle=0)  # 10 s and 1 GiB
 HTML = re.compile("<html|<!doctype html")
 BLOCK = re.compile("^(p|div|li|t[rdh]|d[td]|option|br|title|blockquote|pre|h[1-6])$")
 WANTED = "text, or PDF or HTML"
@@ -35,35 +36,16 @@ def read_document(file: str, flag: str) -> str:
 
 def read_apart(content: bytes) -> tuple[str, str]:
     """Text and format of a stranger's file, read in a process with limits. Raises `InputError`."""
-    words = [sys.executable, "-P", "-m", "minitri.apps.cli.documents"]
     with explain("the file cannot be read", f"give {WANTED}"):
-        # In a session of its own, as Ctrl-C is not for it.
-        done = subprocess.run(
-            words, check=False, input=content, capture_output=True, start_new_session=True
-        )
-        if done.returncode:
-            raise ValueError("it takes more than 10 s or 1 GiB to read")
-        text, encoding, problem = json.loads(done.stdout)
-        if problem:
-            raise ValueError(problem)
-        return text, encoding
+        read: Any = SANDBOX.ask(base64.b64encode(content).decode())
+    text, encoding = read
+    return text, encoding
 
 
-def answer() -> None:
-    """Prints the text and format of standard input, or what is wrong with it, as JSON.
-    Takes at most 10 s and 1 GiB, behind all other processes."""
-    import resource  # not everywhere
-
+def answer(question: str) -> tuple[str, str]:
+    """Answer of the sandbox, in its own process, which leaves the processor to all others."""
     os.nice(19)
-    limits = {resource.RLIMIT_CPU: 10, resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_CORE: 0}
-    for what, limit in limits.items():
-        with suppress(ValueError):  # the limit is lower already
-            resource.setrlimit(what, (limit, limit))
-    try:
-        read = (*_text_of(sys.stdin.buffer.read()), "")
-    except Exception as error:
-        read = ("", "", shorten(str(error) or repr(error)))
-    print(json.dumps(read))
+    return _text_of(base64.b64decode(question))
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
@@ -124,7 +106,3 @@ def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Any])
         if not content:
             raise ValueError("it is empty")
         return decode(content)
-
-
-if __name__ == "__main__":
-    answer()

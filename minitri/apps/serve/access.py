@@ -1,7 +1,8 @@
 """Flags of access control: API keys, and requests that a web page makes a browser send.
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
-header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS).
+header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS);
+bodies of other types are refused where the header Origin shows a page.
 """
 
 import functools

@@ -19,24 +19,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Send
+from starlette.types import Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import page, responses
+from minitri.apps.serve import metrics, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.chat_body import FIELDS
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.page import page
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -45,7 +47,6 @@ from minitri.worker import NUM_TICKS, Job, Worker
 SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
-READERS = ThreadPoolExecutor(2)  # of documents
 MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # spare files
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
@@ -58,16 +59,17 @@ class Answer(StreamingResponse):
     """HTTP response that begins with its first piece: earlier errors set its status."""
 
     async def stream_response(self, send: Send) -> None:
-        held: list[Message] = []
-
-        async def send_with_body(message: Message) -> None:
-            held.append(message)
-            while held and message["type"] == "http.response.body":
-                await send(held.pop(0))
-
         pieces: Any = self.body_iterator
         async with contextlib.aclosing(pieces):  # at once, if the client has left
-            await super().stream_response(send_with_body)
+            first = await anext(pieces)
+
+            async def all_pieces() -> AsyncGenerator[bytes, None]:
+                yield first
+                async for piece in pieces:
+                    yield piece
+
+            self.body_iterator = all_pieces()
+            await super().stream_response(send)
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -79,9 +81,11 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def read_body(request: Request, media_type: str, limit: int) -> bytes:
-    """A request's body. Raises `ApiError` for one of another type, or too long, or late.
-    Of these types pages of other sites can send none unasked."""
-    if not request.headers.get("content-type", "").lower().startswith(media_type):
+    """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
+    Programs may leave the type out. What a page sends has an Origin: of these types pages of other
+    sites can send nothing unasked."""
+    is_so_typed = request.headers.get("content-type", "").lower().startswith(media_type)
+    if "origin" in request.headers and not is_so_typed:
         raise ApiError(415, "unsupported_media_type", f"send the body as {media_type}")
     body = bytearray()
     try:
@@ -105,11 +109,7 @@ class Service:
     max_open: int  # texts that may run or wait
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
-    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
-
-    @property
-    def num_open(self) -> int:
-        return self.clients.total()
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(3))  # and reading
 
     @property
     def app(self) -> Starlette:
@@ -119,9 +119,12 @@ class Service:
             Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
-            Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
-            Route("/docs", JSONResponse(FIELDS["docs"] | schemas), methods=["GET"]),
+            Route("/metrics", self.metrics),
+            Route("/", page("chat.html")),
+            Route("/docs", page("docs.html")),
+            Route("/docs.json", JSONResponse(schemas | FIELDS["docs"])),
         ]
+        metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
@@ -161,6 +164,7 @@ class Service:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
         Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
         started = time.monotonic()
+        latest: dict[int, float] = {}  # see `metrics.note`
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
@@ -171,6 +175,7 @@ class Service:
                     job.requests = [*await asyncio.wrap_future(compiling)]  # if a client waits
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
+                    metrics.note(event, started, latest)
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
@@ -196,9 +201,10 @@ class Service:
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         num_own = self.clients[client]
-        got = f"{num} texts are too many next to {self.num_open}, of which {num_own} are yours"
+        num_open = self.clients.total()
+        got = f"{num} texts are too many next to {num_open}, of which {num_own} are yours"
         message = f"{got} (at most {self.max_open}, and {share}); try later, or ask for less"
-        if self.num_open + num > self.max_open:
+        if num_open + num > self.max_open:
             raise ApiError(503, "queue_full", message)
         if num_own + num > share:
             raise ApiError(429, "rate_limit_exceeded", message)
@@ -213,8 +219,8 @@ class Service:
         client = self._admit(request)
         async with self.uploads:
             body = await read_body(request, "application/octet-stream", MAX_BYTES)
-        with self._counted(client, 1):
-            read = await asyncio.wrap_future(READERS.submit(self.protocol.document, body))
+            with self._counted(client, 1):
+                read = await asyncio.to_thread(self.protocol.document, body)
         return Response(read, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
@@ -225,9 +231,15 @@ class Service:
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
+    async def metrics(self, request: Request) -> Response:
+        """Counts and seconds for Prometheus."""
+        self._admit(request)
+        return Response(generate_latest(), media_type="text/plain; version=0.0.4")
+
     async def health(self, _: Request) -> Response:
         why = self.worker.problem
-        return JSONResponse({"status": why or "ok", "requests": self.num_open}, 503 if why else 200)
+        content = {"status": why or "ok", "requests": self.clients.total()}
+        return JSONResponse(content, 503 if why else 200)
 
 
 class Connection(H11Protocol):

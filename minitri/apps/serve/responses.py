@@ -25,22 +25,28 @@ class ResponseWriter(answers.Writer):
 
     def __init__(self, call: Call, protocol: Protocol) -> None:
         super().__init__(call, protocol)
-        echoed = {"tools", "tool_choice", "parallel_tool_calls"}
-        self._head |= {"created_at": self._head["created"], **call.asked.model_dump(include=echoed)}
-        self._status = "in_progress"
         self._items: list[Json] = []
         self._number = 0  # of the next event
+        self._head |= {  # the response so far
+            "created_at": self._head["created"],
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "output": self._items,
+            **call.asked.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"}),
+        }
 
-    def take(self, index: int, event: Event) -> bytes:
-        events = b"".join(self._events(self._choices[index].parser, event))
+    def take(self, number: int, event: Event) -> bytes:
+        events = b"".join(self._events(self._parsers[number], event))
         if self._asked.stream:
             return events or answers.ALIVE
-        return json_line(self._response()).encode() if isinstance(event, End) else b""
+        return json_line(self._head).encode() if isinstance(event, End) else b""
 
     def fail(self, error: ApiError) -> bytes:
-        self._status = "failed"
         problem = {"code": "server_error", "message": str(error)}
-        return self._event("failed", response=self._response() | {"error": problem})
+        self._head |= {"status": "failed", "error": problem}
+        return self._event("failed")
 
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
         """Makes the stream's events that follow from one event of the text."""
@@ -52,40 +58,32 @@ class ResponseWriter(answers.Writer):
         elif isinstance(event, End):
             yield from self._add(parser.push("", is_last=True))
             self._ends[0] = event
-            self._status = "incomplete" if event.finish_reason == "length" else "completed"
-            yield from self._close(self._status)
-            yield self._event(self._status)
-
-    def _response(self) -> Json:
-        """JSON of the response so far; counts of tokens have other names than in a chat."""
-        usage = {
-            name.replace("prompt", "input").replace("completion", "output"): count
-            for name, count in (self._usage() if self._ends else {}).items()
-        }
-        if usage:  # details that clients require
-            usage["input_tokens_details"] |= {"cache_write_tokens": 0}
-            usage["output_tokens_details"] |= {"reasoning_tokens": 0}
-        is_cut = self._status == "incomplete"
-        return {
-            **self._head,
-            "status": self._status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": usage or None,
-            "output": self._items,
-        }
+            usage = {  # whose parts have other names than in a chat
+                name.replace("prompt", "input").replace("completion", "output"): count
+                for name, count in self._usage().items()
+            }
+            usage["input_tokens_details"] |= {"cache_write_tokens": 0}  # which clients require
+            usage["output_tokens_details"] = {"reasoning_tokens": 0}
+            status = "completed"
+            if event.finish_reason == "length":
+                status = "incomplete"
+                self._head["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._head |= {"status": status, "usage": usage}
+            yield from self._close(status)
+            yield self._event(status)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Makes the next event of the stream, by default about the whole response."""
         content = {"type": f"response.{kind}", "sequence_number": self._number}
-        content |= fields or {"response": self._response()}
+        content |= fields or {"response": self._head}
         self._number += 1
         return b"event: response.%b\n" % kind.encode() + answers.in_stream(content)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Makes an event of the stream about the latest item."""
-        place = {"item_id": self._items[-1]["id"], "content_index": 0}
-        return self._event(kind, **place, output_index=len(self._items) - 1, **fields)
+        index = len(self._items) - 1
+        item_id = self._items[index]["id"]
+        return self._event(kind, item_id=item_id, content_index=0, output_index=index, **fields)
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Makes the events of the stream about parsed pieces of the answer."""
@@ -95,8 +93,7 @@ class ResponseWriter(answers.Writer):
                 yield from self._open("function_call", call_id=call_id, name=name, arguments="")
                 self._items[-1]["arguments"] = text
                 yield self._item_event("function_call_arguments.delta", delta=text)
-                done = {"arguments": text, "name": name}
-                yield self._item_event("function_call_arguments.done", **done)
+                yield self._item_event("function_call_arguments.done", arguments=text, name=name)
             else:
                 kind, part, others = ITEMS[piece]
                 if not self._items or self._items[-1]["type"] != kind:

@@ -134,11 +134,9 @@ def choose_rows(
     uncounted = sum(model.num_bytes for model in loaded if model) - needs.num_weight_bytes
     free = on_device + uncounted
     most = SHARE * free if gib is None else min(gib * GIB, free)
-    on_chip = shape.generation.on_chip
-    num_layers = needs.config.num_layers if on_chip is None else on_chip
     for num_rows in range(shape.num_rows, fewest - 1, -1):
         sized = replace(needs, shape=replace(shape, prompt_lengths=(1,) * num_rows))
-        taken = (sized.on_device(num_layers) + uncounted) / GIB
+        taken = (sized.on_device(needs.placements[0]) + uncounted) / GIB
         if sized.has_room(most - uncounted, on_host):
             return num_rows, taken
     got = f"{fewest} x {shape.generation.reserve} tokens of {needs.config.name} and the weights"

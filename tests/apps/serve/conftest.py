@@ -94,7 +94,7 @@ class Server:
 
     def wait_for(self, num_open: int) -> None:
         """Until this many texts run or wait."""
-        self.wait(lambda: self.service.num_open == num_open)
+        self.wait(lambda: self.service.clients.total() == num_open)
 
     @contextlib.contextmanager
     def hooked(self, **hooks):

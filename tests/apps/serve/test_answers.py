@@ -168,3 +168,18 @@ def test_a_model_is_known_by_all_its_names(server, engine):
         complete(server, model="gpt-9")
     with pytest.raises(openai.BadRequestError, match="has no chat template"):
         server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
+
+
+def test_metrics_count_tokens_and_waits(server):
+    def counts() -> dict[str, float]:
+        lines = server.http.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(count) for name, count in pairs}
+
+    before = counts()
+    size = complete(server, n=2).usage.prompt_tokens
+    after = counts()
+    wanted = {'tokens_total{kind="prompt"}': 2 * size, 'tokens_total{kind="generated"}': 48}
+    wanted |= {'seconds_count{of="first"}': 2, 'seconds_count{of="next"}': 46}
+    for name, count in wanted.items():
+        assert after[f"minitri_{name}"] - before.get(f"minitri_{name}", 0) == count, name

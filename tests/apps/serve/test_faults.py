@@ -66,7 +66,7 @@ def test_while_no_run_can_be_opened_health_says_so(server, engine):
 def test_a_model_that_makes_no_progress_fails_its_requests_until_it_does(server, engine):
     with server.held() as gate, ThreadPoolExecutor(2) as clients:
         asked = [clients.submit(server.post, prompt="She had", stream=s) for s in (True, False)]
-        server.wait(lambda: gate.is_reached and server.service.num_open == 2)
+        server.wait(lambda: gate.is_reached and server.service.clients.total() == 2)
         for number in range(NUM_TICKS):
             assert server.http.get("/health").status_code == 200, number
             server.service.worker.tick()

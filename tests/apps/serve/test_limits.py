@@ -185,8 +185,8 @@ def test_grammars_of_clients_that_leave_keep_nobody_waiting(server, monkeypatch)
     assert probe.call_count <= 3
 
 
-def post_file(server, content: bytes, kind="application/octet-stream"):
-    return server.http.post("/v1/documents", content=content, headers={"content-type": kind})
+def post_file(server, content: bytes, **headers: str):
+    return server.http.post("/v1/documents", content=content, headers=headers)
 
 
 def test_files_are_read_as_the_chat_reads_them(server, engine):
@@ -196,7 +196,7 @@ def test_files_are_read_as_the_chat_reads_them(server, engine):
         num_tokens = len(engine.tokenizer.encode_marked(text))
         answer = {"text": text, "format": encoding, "num_tokens": num_tokens}
         assert post_file(server, content).json() == answer
-    refused = [post_file(server, b"a\0b"), post_file(server, b"a", "text/plain")]
+    refused = [post_file(server, b"a\0b"), post_file(server, b"a", origin="https://a.example")]
     refused.append(post_file(server, b" " * (MAX_BYTES + 1)))
     with server.limited(**API_KEYS):
         refused.append(post_file(server, b"a"))
@@ -219,6 +219,7 @@ def test_keys_are_asked_for_everywhere_but_at_health(server):
         assert server.http.get("/health").status_code == 200
         refused = server.post(prompt="She had", key="carol")
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert server.http.get("/metrics").status_code == 401
         right = ["Bearer clé", "bearer alice", "BEARER bob"]
         for given in (*right, "", "clé", "Bearer", "Bearer clef", "Basic bob", "Bearer #carol"):
             answer = server.http.get("/v1/models", headers={"authorization": given.encode()})

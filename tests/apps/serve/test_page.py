@@ -4,12 +4,29 @@ import base64
 import hashlib
 import re
 import shutil
+import subprocess
 
 import pytest
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 IS_DONE = "document.querySelectorAll('.answer .tools').length === 1 && !running"
 ANSWER = "[...document.querySelectorAll('.answer .text')].at(-1).textContent"
+
+
+DRAWN = """# Ships
+Use **two** `sails` in my_big_ship, *not* one.
+
+```html
+<script>document.title = 'hacked'</script>
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+<img src=x onerror="document.title='hacked'"> [x](javascript:document.title='hacked')
+![p](http://127.0.0.1/p.png) [ok](https://a.example/my_big_ship)
+"""
 
 
 @pytest.fixture
@@ -70,17 +87,62 @@ def test_a_person_asks_stops_goes_on_and_deletes(page, server, template):
         assert titles.count() == 1
 
 
-def test_the_page_is_one_file_whose_policy_lets_only_its_own_script_and_style_in(server):
-    response = server.http.get("/")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_is_one_file_whose_policy_lets_only_its_own_script_and_style_in(server, path):
+    response = server.http.get(path)
     page = response.text
     markup = re.sub("<(script|style)>.*?</", "", page, flags=re.DOTALL)
     ids = re.findall(r'\bid="(\w+)"', markup)
     assert {*re.findall(r'\$\("(\w+)"\)', page)} <= {*ids}
     assert not re.findall(r"<[^>]*\s(?:style|on\w+)=", markup)
-    assert not re.findall(r"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+    assert not re.findall(r"https?://\w|innerHTML|insertAdjacentHTML|document\.write|eval\(", page)
     policy = response.headers["content-security-policy"]
     assert "unsafe" not in policy
     for tag in ("script", "style"):
         [text] = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+@pytest.mark.slow
+def test_answers_are_drawn_as_markdown_but_never_as_html(page, scripted, run):
+    """Streamed, or kept by the browser; colors show the text itself."""
+    run.texts.append(DRAWN)
+    open_page(scripted, page)
+    page.evaluate("$('max_tokens').value = 999")
+    assert ask(scripted, page, "How?") == DRAWN
+    wanted = {"h1": ["Ships"], "strong": ["two"], "em": ["not"], "img": [], "td": [" 1 ", " 2 "]}
+    wanted["code"] = ["sails", "<script>document.title = 'hacked'</script>"]
+    for _ in range(2):
+        for tag, texts in wanted.items():
+            assert page.locator(f".drawn {tag}").all_text_contents() == texts
+        assert "my_big_ship" in page.locator(".drawn p").first.text_content()
+        links = page.locator(".drawn a").evaluate_all("all => all.map((a) => a.href)")
+        assert links == ["", "http://127.0.0.1/p.png", "https://a.example/my_big_ship"]
+        page.reload()
+    page.click("#colors")
+    visible = [page.locator(f".answer .{view}").is_visible() for view in ("text", "drawn")]
+    assert (visible, page.title()) == ([True, False], "minitri")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_docs_work_when_pasted(page, scripted, run):
+    page.goto(f"{scripted.url}/docs")
+    scripted.wait(lambda: page.locator("pre").count() == 8)
+    for command in page.locator("pre").all_text_contents():
+        done = subprocess.run(["bash", "-c", f"{command} -sSf"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr, bool(done.stdout)) == (0, "", True), command
+
+
+@pytest.mark.slow
+def test_a_file_may_be_chosen_again_after_its_text_was_changed(page, scripted, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("It was dark.")
+    page.goto(scripted.url)
+    page.click("#documents summary")
+    for _ in range(2):
+        with page.expect_file_chooser() as chooser:
+            page.click("#file")
+        chooser.value.set_files(file)
+        scripted.wait(lambda: page.input_value("#document") == "It was dark.")
+        page.fill("#document", "")

@@ -58,7 +58,7 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     )
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
     advice = FIELDS["advice"].get(problem["type"], "{msg}")
-    advice = advice.format(**{**problem, **problem.get("ctx", {})})
+    advice = advice.format(**problem, **problem.get("ctx", {}))
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
 

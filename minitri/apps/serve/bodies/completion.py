@@ -1,4 +1,4 @@
-"""Bodies of the endpoints as pydantic models, which check them; their JSON schemas are at /docs.
+"""Bodies of the endpoints as pydantic models, which check them; /docs.json has their schemas.
 
 Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
 `continue_final_message` are additions.
@@ -19,7 +19,13 @@ from minitri.files.hf_config import without_null
 
 Texts = str | Many[str]
 LENGTHS = AliasChoices("max_tokens", "max_completion_tokens", "max_output_tokens")
-GRAMMARS = {"json": "json_schema", "grammar": "lark"}  # by vLLM's names, where they differ
+VLLM: Any = {
+    "json": ("json_schema", dict | str),
+    "choice": ("choice", list),
+    "regex": ("regex", str),
+    "grammar": ("lark", str),
+}
+"""Kinds of grammars, and types of their texts, by vLLM's names."""
 NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
 FORMS = AliasChoices("response_format", "structured_outputs", "text")
 
@@ -34,14 +40,11 @@ def like(name: str) -> Any:
 def read_form(form: Json | None) -> Grammar | None:
     """Grammar for the form of an answer, in OpenAI's words or in vLLM's. Raises `InputError`."""
     given = without_null(form or {"type": "text"})
-    if isinstance(inner := given.get("format"), dict) and len(given) == 1:  # of a response's `text`
-        given = without_null(inner)
+    for name in ("format", "json_schema"):  # which hold the rest at /v1/responses, or in a chat
+        if isinstance(given.get(name), dict):
+            given |= without_null(given.pop(name))
     kind = given.pop("type", None)
-    if kind == "json_schema":
-        if isinstance(inner := given.get("json_schema"), dict) and len(given) == 1:
-            given = without_null(inner)
-        given = {name: value for name, value in given.items() if name not in NOTES}
-    match kind, *given.items():
+    match kind, *(field for field in given.items() if field[0] not in NOTES):
         case ["text"]:
             return None
         case ["json_object"]:
@@ -50,10 +53,8 @@ def read_form(form: Json | None) -> Grammar | None:
             return Grammar("json_schema", {"type": "object", **schema})
         case ["json_schema", ("schema", schema)]:
             return Grammar("json_schema", json.dumps(schema))
-        case [None, (("regex" | "grammar") as name, str(text))]:
-            return Grammar(GRAMMARS.get(name, name), text)
-        case [None, ("json", (dict() | str()) as text)] | [None, ("choice", list(text))]:
-            return Grammar("json_schema" if "json" in given else "choice", text)
+        case [None, (name, text)] if name in VLLM and isinstance(text, VLLM[name][1]):
+            return Grammar(VLLM[name][0], text)
     raise InputError(f"the form is {shorten(repr(form), 60)}; see response_format at /docs")
 
 

@@ -31,8 +31,8 @@ class ToolFormat(NamedTuple):
     is_bare: bool = False  # whether the opening may be missing at the beginning of an answer
 
 
-_TABLE = json.loads(Path(__file__).with_name("formats.json").read_text("utf-8"))
-FORMATS = {name: ToolFormat(name, **fields) for name, fields in _TABLE.items()}
+_TABLE = Path(__file__).with_name("formats.json").read_text("utf-8")
+FORMATS = {name: ToolFormat(name, **fields) for name, fields in json.loads(_TABLE).items()}
 
 
 def format_of(template: str) -> ToolFormat:

@@ -6,7 +6,6 @@ Templates take plain texts, and the arguments of calls as objects.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jinja2
 
@@ -18,9 +17,10 @@ from minitri.core.errors import explain, shorten
 from minitri.core.fields import refuse
 from minitri.text.matcher import probe, schema_text
 
-GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
-TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
-TEMPLATES.filters["quoted"] = json.dumps  # as a string of Lark
+GRAMMARS = jinja2.Environment(
+    loader=jinja2.PackageLoader("minitri.apps.serve.chats", "grammars"),
+    undefined=jinja2.StrictUndefined,
+)
 
 
 class ChatPrompt:
@@ -56,8 +56,13 @@ class ChatPrompt:
         tags = [THINK, END_THINK, *((form.opening, form.closing) if self.functions else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        self._asked = asked
-        self._tags = {"thinks": self._thinks, "may_think": THINK in source, "controls": controls}
+        self._rules = {  # of the grammar's template
+            "thinks": self._thinks,
+            "may_think": THINK in source,
+            "controls": controls,
+            "is_auto": choice == "auto",
+            "is_parallel": asked.parallel_tool_calls and choice not in self.functions,
+        }
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
         """Grammar of an answer of this form, or that may call functions. Raises `InputError`."""
@@ -65,17 +70,11 @@ class ChatPrompt:
             return form
         if form and not form.kind.startswith("json"):
             raise InputError("a form that is not JSON is given with tools; leave one of them out")
-        asked = self._asked
         with explain("response_format cannot be held", "simplify it"):
             reply = form and schema_text(form.text or '{"type": "object"}')
         schemas = schemas_of(self.functions)
-        text = TEMPLATES.get_template(f"{self._form.name}.lark").render(
-            form=self._form,
-            functions=schemas,
-            reply=reply,
-            is_auto=asked.tool_choice == "auto",
-            is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.functions,
-            **self._tags,
+        text = GRAMMARS.get_template(f"{self._form.name}.lark").render(
+            form=self._form, functions=schemas, reply=reply, **self._rules
         )
         try:
             return Grammar("lark", text)
@@ -95,8 +94,8 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
     turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for message in messages:
-        given = message.model_dump(exclude={"name"})
-        turn = {key: given[key] for key in given if given[key] or key in ("role", "content")}
+        given = message.model_dump(exclude={"name"}).items()
+        turn = {key: value for key, value in given if value or key in ("role", "content")}
         for call in turn.get("tool_calls", ()):
             call["id"] = short_id(call["id"])
             names[call["id"]] = call["function"]["name"]
