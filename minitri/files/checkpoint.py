@@ -9,7 +9,6 @@ target's table a drafter would guess badly without an error, so its files hold a
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 import torch
@@ -21,7 +20,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.linear import TrimmedHead
 from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.parallel.split import share
-from minitri.files.families import read_table, unfused
+from minitri.files.families import Settings, read_table, unfused
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder, is_there, lacking
@@ -135,7 +134,7 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> ChatTemplate | None:
+def _chat_template(settings: Settings, texts: Mapping[str, str]) -> ChatTemplate | None:
     """The chat template in a tokenizer's settings; None if there is none.
     They have one, or a list of named ones. Raises `TypeError` and others for wrong settings."""
     setting = settings.get("chat_template")
@@ -152,7 +151,7 @@ def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> Cha
 
 def _special_tokens(
     pipeline: tokenizers.Tokenizer,
-    settings: Mapping[str, Any],
+    settings: Settings,
     config: ModelConfig,
     checkpoint: Checkpoint,
 ) -> SpecialTokens:

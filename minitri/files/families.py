@@ -12,6 +12,7 @@ from minitri.core.errors import shorten
 if TYPE_CHECKING:
     from torch import Tensor
 
+Settings = Mapping[str, Any]  # of a file, by name
 _TABLES = Path(__file__).with_name("tables.txt").read_text("utf-8")
 _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
 
@@ -26,7 +27,7 @@ WINDOWS = read_table("window")
 TYPES = ("full_attention", "sliding_attention")
 
 
-def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def family_fields(kind: str, given: Settings) -> dict[str, Any]:
     """Fields of `ModelConfig` that follow from a model's family. Wrong settings raise any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
@@ -40,7 +41,7 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
+def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
     """Numbers of the `layers` that have a sliding window, by a list of types or by the family.
     Without a list these are all from one on, or all but each n-th."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
