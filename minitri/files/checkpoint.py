@@ -7,7 +7,7 @@ target's table a drafter would guess badly without an error, so its files hold a
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -20,7 +20,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.linear import TrimmedHead
 from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.parallel.split import share
-from minitri.files.families import Settings, read_table, unfused
+from minitri.files.families import NamedTensors, Settings, read_table, unfused
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder, is_there, lacking
@@ -40,7 +40,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Folder(path)
 
 
-def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
+def fill(model: Llama, tensors: NamedTensors, path: Path, progress: bool) -> None:
     """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights.
     A tied LM head may replace the table that it equals, or be there, and buffers of RoPE."""
     places = placements(model)
