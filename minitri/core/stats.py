@@ -11,6 +11,7 @@ from typing import Any
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import brief
 
+Tokens = list[int]  # ids of the tokens of a text
 LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a token; token ids and log-probabilities of the likeliest, best first."""
 
@@ -138,6 +139,6 @@ class Meter:
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
 
-def num_common(tokens: list[int], prompt: list[int]) -> int:
+def num_common(tokens: Tokens, prompt: Tokens) -> int:
     """Length of the common beginning of two texts, in tokens."""
     return len(os.path.commonprefix((tokens, prompt)))  # noqa: RUF071

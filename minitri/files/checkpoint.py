@@ -150,10 +150,7 @@ def _chat_template(settings: Settings, texts: Mapping[str, str]) -> ChatTemplate
 
 
 def _special_tokens(
-    pipeline: tokenizers.Tokenizer,
-    settings: Settings,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
+    pipeline: tokenizers.Tokenizer, settings: Settings, config: ModelConfig, checkpoint: Checkpoint
 ) -> SpecialTokens:
     """Special tokens of a model; those that only its settings have are added to `pipeline`.
     Raises `InputError` if BOS is asked for and not known."""

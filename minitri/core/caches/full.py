@@ -14,7 +14,7 @@ from minitri.core.model.cache import KV, Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
 from minitri.core.model.llama import Llama
 from minitri.core.settings import pad_to_stride
-from minitri.core.stats import num_common
+from minitri.core.stats import Tokens, num_common
 
 
 class FullCache(Cache):
@@ -66,7 +66,7 @@ class HeldRow:
 
     full: FullCache  # the cache that has the row
     b: int  # the row in `full`
-    tokens: list[int]  # of the text
+    tokens: Tokens  # of the text
     owner: str | None = None  # whose prompts may reuse the K and V; None: everybody's
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
@@ -77,6 +77,6 @@ class HeldRow:
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
-    def num_shared(self, tokens: list[int], owner: str) -> int:
+    def num_shared(self, tokens: Tokens, owner: str) -> int:
         """Number of first tokens in common with an owner's text; 0 if the owner may not reuse."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0
