@@ -121,7 +121,7 @@ class TreeLevel(Level):
         probs = list[Tensor]()
         for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
-            with self._meter.timed_round(self.stats, max(end - 2, 0)):
+            with self.timed_round(max(end - 2, 0)):
                 if first == 0:
                     output = self.runner.next_probs(sequences, active)
                 else:

@@ -94,7 +94,7 @@ class LookupDrafter(Stage):
                 row.extend(sequence[len(row.tokens) :])
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        with self._meter.timed_round(self.stats, num_tokens=self.gamma):
+        with self.timed_round(num_tokens=self.gamma):
             rows = zip(self._rows, sequences, active, strict=True)
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
             shape = (len(tokens), max(map(len, tokens)), self._target.passes.vocab_size)
