@@ -14,6 +14,7 @@ from minitri.core.settings import SamplingParams
 from minitri.files.families import FAMILIES, WINDOWS, Settings, family_fields, read_table
 
 _TRAINED = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"  # of a head's numbers, which rotate
 _KEYS = read_table("field")
 _ONLY = read_table("config_only")
 USUAL = SamplingParams(0.7, top_p=0.9)  # where a model recommends nothing: greedy texts loop
@@ -83,13 +84,13 @@ def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
     get = scaling.get
-    share = scaling.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    share: Any = scaling.setdefault(_SHARE, given.get(_SHARE, 1.0))
     require(scaling, _ONLY, name)
     if given["model_type"] != "phi3":
-        require(scaling, {"partial_rotary_factor": 1.0, "rotary_dim": head_dim}, name)
+        require(scaling, {_SHARE: 1.0, "rotary_dim": head_dim}, name)
     if share != 1:
         scaling["rotary_dim"] = int(head_dim * share)
-    theta = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
+    theta: Any = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = get("rope_type", get("type"))
     if "long_factor" in scaling:
         kind = "longrope"
