@@ -25,7 +25,7 @@ from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from minitri.text.grammar import Grammar
 from minitri.text.prepare import prepare, prepare_all
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
-from minitri.text.tokenizer import Message, Tokenizer
+from minitri.text.tokenizer import Messages, Tokenizer
 from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
 
@@ -113,7 +113,7 @@ class Engine(AbstractContextManager["Engine"]):
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
         return self._run(requests, generation, speculation)
 
-    def chat(self, messages: str | Sequence[Message], **settings: Any) -> Generation:
+    def chat(self, messages: Messages, **settings: Any) -> Generation:
         """Starts a run over the answer to messages or a text: see `Tokenizer.encode_chat`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
@@ -136,9 +136,7 @@ class Engine(AbstractContextManager["Engine"]):
         finally:
             job.is_cancelled = True
 
-    def achat(
-        self, messages: str | Sequence[Message], **settings: Any
-    ) -> AsyncGenerator[Event, None]:
+    def achat(self, messages: Messages, **settings: Any) -> AsyncGenerator[Event, None]:
         """Answers messages for asyncio, see `agenerate`. Raises `InputError` for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from minitri.core.errors import InputError, shorten
 from minitri.core.fields import brief, changed, check_fields, check_names, expect
 from minitri.core.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.core.stats import LogProbs, RowStats, Stats
+from minitri.core.stats import LogProbs, RowStats, Stats, Tokens
 
 if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
     from minitri.core.decoding.text_filters import TextFilters
@@ -115,7 +115,7 @@ class RequestState:
 
     number: int
     request: Request
-    prompt_ids: list[int]
+    prompt_ids: Tokens
     detokenize: Detokenizer = lambda _: ("", False)  # by default there is no text
     make_filters: "Callable[[], TextFilters | None]" = lambda: None  # called at its admission
     tokens: list[Token] = field(default_factory=list)
@@ -126,7 +126,7 @@ class RequestState:
         self.stats = RowStats(len(self.prompt_ids))
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> Tokens:
         return [token.token_id for token in self.tokens]
 
     @property

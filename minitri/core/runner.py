@@ -2,7 +2,7 @@
 
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay. A
-`DraftRunner` guesses chains with a streaming cache, a whole round in one call if possible.
+`DraftRunner` has a streaming cache, and guesses a whole round in one call if possible.
 Legend: B rows, T tokens, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
 packed_4BT: each block token's id [0], position [1] and slot [2]; [3, b, :N + 1] are the places in
 the block of row b's last token and of its guesses, where outputs are read.

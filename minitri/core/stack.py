@@ -11,7 +11,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Stage
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.core.decoding.verification import Emitted, Proposal
+from minitri.core.decoding.verification import Emitted, Proposal, Rows
 from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
@@ -35,7 +35,7 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
+        self.sequences: Rows = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
         runners = memory.runners
         least = self.target.execution.ranks.least  # shares may be uneven

@@ -11,6 +11,7 @@ from typing import Any
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import brief
 
+Tokens = list[int]  # ids of the tokens of a text
 LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a token; token ids and log-probabilities of the likeliest, best first."""
 
@@ -51,6 +52,15 @@ class LevelStats:
     def mean_acceptance_length(self) -> float | None:
         """Tokens per round with the level's own: 1 + accepted / rounds; None before the first."""
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
+
+    def count(self, num_draft: int, num_accepted: int) -> int:
+        """Counts a verdict about one row's guesses; returns how many of them were tested."""
+        num_tested = min(num_accepted + 1, num_draft)
+        self.num_rounds += 1
+        self.num_draft_tokens += num_draft
+        self.num_tested_tokens += num_tested
+        self.num_accepted_tokens += num_accepted
+        return num_tested
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
@@ -105,39 +115,13 @@ class Stats:
 
 @dataclass
 class Meter:
-    """Reports seconds and counts of one run to its statistics and its autotuner."""
+    """What the stages of one run report to, and the clock that times them."""
 
     stats: Stats
     tuner: Autotuner
     clock: Clock
 
-    @contextmanager
-    def timed_round(
-        self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
-    ) -> Iterator[None]:
-        """Times a round of `level`: it verifies `num_guesses` per row, or samples `num_tokens`."""
 
-        def take(seconds: float) -> None:
-            level.seconds += seconds
-            self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)
-
-        with self.clock.timed(take):
-            yield
-
-    def note_acceptance(
-        self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
-    ) -> None:
-        """Reports that `level` accepted `num_accepted` of one row's guesses by stage `proposer`."""
-        num_tested = min(num_accepted + 1, num_draft)
-        level.num_rounds += 1
-        level.num_draft_tokens += num_draft
-        level.num_tested_tokens += num_tested
-        level.num_accepted_tokens += num_accepted
-        if proposer:
-            # A proposal without guesses counts as one rejected guess: nothing was gained.
-            self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
-
-
-def num_common(tokens: list[int], prompt: list[int]) -> int:
+def num_common(tokens: Tokens, prompt: Tokens) -> int:
     """Length of the common beginning of two texts, in tokens."""
     return len(os.path.commonprefix((tokens, prompt)))  # noqa: RUF071

@@ -7,9 +7,8 @@ target's table a drafter would guess badly without an error, so its files hold a
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 import torch
@@ -21,7 +20,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.linear import TrimmedHead
 from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.parallel.split import share
-from minitri.files.families import read_table, unfused
+from minitri.files.families import NamedTensors, Settings, read_table, unfused
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder, is_there, lacking
@@ -41,7 +40,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Folder(path)
 
 
-def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
+def fill(model: Llama, tensors: NamedTensors, path: Path, progress: bool) -> None:
     """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights.
     A tied LM head may replace the table that it equals, or be there, and buffers of RoPE."""
     places = placements(model)
@@ -135,7 +134,7 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> ChatTemplate | None:
+def _chat_template(settings: Settings, texts: Mapping[str, str]) -> ChatTemplate | None:
     """The chat template in a tokenizer's settings; None if there is none.
     They have one, or a list of named ones. Raises `TypeError` and others for wrong settings."""
     setting = settings.get("chat_template")
@@ -151,10 +150,7 @@ def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> Cha
 
 
 def _special_tokens(
-    pipeline: tokenizers.Tokenizer,
-    settings: Mapping[str, Any],
-    config: ModelConfig,
-    checkpoint: Checkpoint,
+    pipeline: tokenizers.Tokenizer, settings: Settings, config: ModelConfig, checkpoint: Checkpoint
 ) -> SpecialTokens:
     """Special tokens of a model; those that only its settings have are added to `pipeline`.
     Raises `InputError` if BOS is asked for and not known."""

@@ -12,6 +12,8 @@ from minitri.core.errors import shorten
 if TYPE_CHECKING:
     from torch import Tensor
 
+Settings = Mapping[str, Any]  # of a file, by name
+NamedTensors = Iterator[tuple[str, "Tensor"]]
 _TABLES = Path(__file__).with_name("tables.txt").read_text("utf-8")
 _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
 
@@ -26,7 +28,7 @@ WINDOWS = read_table("window")
 TYPES = ("full_attention", "sliding_attention")
 
 
-def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def family_fields(kind: str, given: Settings) -> dict[str, Any]:
     """Fields of `ModelConfig` that follow from a model's family. Wrong settings raise any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
@@ -40,7 +42,7 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
+def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
     """Numbers of the `layers` that have a sliding window, by a list of types or by the family.
     Without a list these are all from one on, or all but each n-th."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
@@ -56,7 +58,7 @@ def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple
     return tuple(i for i in layers if types[i] == TYPES[True])
 
 
-def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
+def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
     """Yields the parts of a Hugging Face tensor, each with the name that `Llama` has for it."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
@@ -66,7 +68,7 @@ def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tupl
     yield from unfused(name, tensor if rows is None else tensor[rows], config)
 
 
-def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
+def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
     """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views.
     A tensor that is not fused, or has another number of rows, is yielded as it is."""
     module = f".{name}".split(".")[-2]

@@ -5,23 +5,23 @@ A null means the same as an absent key. No value is rounded or replaced: datacla
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from minitri.core.config import ModelConfig, RopeConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.core.settings import SamplingParams
-from minitri.files.families import FAMILIES, WINDOWS, family_fields, read_table
+from minitri.files.families import FAMILIES, WINDOWS, Settings, family_fields, read_table
 
 _TRAINED = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"  # of a head's numbers, which rotate
 _KEYS = read_table("field")
 _ONLY = read_table("config_only")
 USUAL = SamplingParams(0.7, top_p=0.9)  # where a model recommends nothing: greedy texts loop
 _NO_TOKEN = (-1, 2**32 - 1)  # ids by which files say that there is no such token
 
 
-def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
+def read_config(settings: Settings, name: str) -> ModelConfig:
     """The `ModelConfig` in the settings of a config.json.
     Raises `InputError` for a model of another family."""
     kind: Any = settings.get("model_type")
@@ -61,19 +61,19 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         return dataclasses.replace(config, **changes)
 
 
-def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_null(settings: Settings) -> dict[str, Any]:
     """The settings of a file or request without those that mean nothing: null, or no token."""
     none = [key for key in settings if key.endswith("_token_id") and settings[key] in _NO_TOKEN]
     return {key: value for key, value in settings.items() if value is not None and key not in none}
 
 
-def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(kind: type[Any], given: Settings) -> dict[str, Any]:
     """Values for fields of a dataclass, as far as the settings of a file have them."""
     keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
     return {field: given[key] for field, key in keys.items() if key in given}
 
 
-def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig:
+def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
     """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
     LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts get
     those for long ones, unless the model's context is that of its pre-training."""
@@ -84,13 +84,13 @@ def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
     get = scaling.get
-    share = scaling.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    share: Any = scaling.setdefault(_SHARE, given.get(_SHARE, 1.0))
     require(scaling, _ONLY, name)
     if given["model_type"] != "phi3":
-        require(scaling, {"partial_rotary_factor": 1.0, "rotary_dim": head_dim}, name)
+        require(scaling, {_SHARE: 1.0, "rotary_dim": head_dim}, name)
     if share != 1:
         scaling["rotary_dim"] = int(head_dim * share)
-    theta = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
+    theta: Any = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = get("rope_type", get("type"))
     if "long_factor" in scaling:
         kind = "longrope"
@@ -108,7 +108,7 @@ def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig
     return RopeConfig(**fields)
 
 
-def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str) -> None:
+def require(settings: Settings, supported: Settings, name: str) -> None:
     """Raises `InputError` for a setting whose value is not the `supported` one."""
     for key, wanted in supported.items():
         value = settings.get(key)
@@ -118,7 +118,7 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
             raise InputError(f"{got}; use a model with {key}={shorten(wanted, 60)}")
 
 
-def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
+def read_sampling(settings: Settings, name: str) -> SamplingParams:
     """The sampling that a generation_config.json recommends; it is greedy if `do_sample` is false.
     What is left out is as in `USUAL` unless that is true. What is malformed, or ignored, warns."""
     given = without_null(settings)

@@ -5,7 +5,6 @@ Code in a pickle is refused, never run. Only regular files are opened.
 
 import json
 import warnings
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import tokenizers
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
-from minitri.files.families import as_llama
+from minitri.files.families import NamedTensors, as_llama
 from minitri.files.hf_config import read_config
 from minitri.files.snapshots import times_of
 from minitri.files.vocabulary import read_model
@@ -80,7 +78,7 @@ class Folder:
             return read_model(model.read_bytes(), space if has_space else "never")
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
-    def tensors(self, config: ModelConfig, *_: Any) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, config: ModelConfig, *_: Any) -> NamedTensors:
         """Yields all weights by the names of a Llama, from one shard after the other."""
         for file in self.files:
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"

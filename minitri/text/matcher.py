@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
-from minitri.core.stats import num_common
+from minitri.core.stats import Tokens, num_common
 from minitri.text.grammar import MAX_CHARACTERS, Grammar
 from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
@@ -34,17 +34,17 @@ class GrammarMatcher:
         """Makes the state at the start of a text; `start` is llguidance's matcher there."""
         self._matcher = start
         self._config = config  # its vocabulary may be smaller than the tokenizer's
-        self._path: list[int] = []  # tokens that the library has read after the committed ones
+        self._path: Tokens = []  # tokens that the library has read after the committed ones
         self._is_over = False
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path, for several levels
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Advances the state by committed tokens of the text."""
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
 
-    def forbidden(self, path: list[int]) -> Tensor | None:
+    def forbidden(self, path: Tokens) -> Tensor | None:
         """Boolean (V,): tokens that may not follow the committed text and the guesses `path`.
         None: it failed. Only end tokens may follow a complete text, another end token, or a
         guess that the grammar does not allow."""
@@ -60,7 +60,7 @@ class GrammarMatcher:
                 self._masks[key] = is_bad_V
         return self._masks[key]
 
-    def forced(self, path: list[int]) -> list[int]:
+    def forced(self, path: Tokens) -> Tokens:
         """Tokens of the only text that may follow `path`; other tokens may spell it, too."""
         is_over = self._is_over or not self._read(path)
         if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
@@ -72,7 +72,7 @@ class GrammarMatcher:
         """Why llguidance's matcher failed, in one line; "" if it did not."""
         return error_of(self._matcher.get_error())
 
-    def _read(self, path: list[int]) -> bool:
+    def _read(self, path: Tokens) -> bool:
         """Replaces the guesses that the library has read by `path`, as far as the grammar allows.
         Returns whether all of `path` is allowed and has no end token."""
         common = num_common(path, self._path)

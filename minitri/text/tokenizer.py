@@ -24,6 +24,7 @@ SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""
+Messages = str | Sequence[Message]  # several, or the text of one by the user
 
 
 class ChatTemplate(NamedTuple):
@@ -101,13 +102,13 @@ class Tokenizer:
             ways.append(after_line[len(line) :])
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
 
-    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the beginning of the next answer.
         `messages` is a list of dicts such as `{"role": "user", "content": "Why?"}`, or the text
         of one message by the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
-    def render_chat(self, messages: str | Sequence[Message], tools: Sequence[Any] = ()) -> str:
+    def render_chat(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
         """A conversation as text with control tokens spelled out. Raises `InputError`.
         `tools` are functions that the model may call."""
         if isinstance(messages, str):

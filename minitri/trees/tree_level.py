@@ -11,8 +11,7 @@ p after the rejected siblings, with a new random number each (Sequoia, arXiv 240
 exactly. At temperature 0 the likeliest tokens are tried: one that the drafter's distribution
 excludes counts as drawn from a one-hot distribution.
 
-Legend: B rows, N nodes with the root, T nodes of a pass, V vocab, L layers, H query heads, D head
-dim.
+Legend: B rows, N nodes with the root, T nodes of a pass, V vocab, L layers, H heads, D head dim.
 """
 
 import itertools
@@ -70,7 +69,6 @@ def walk(
     proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: Tensor
 ) -> tuple[list[int], int]:
     """The accepted nodes of row b after the root, and the token that follows them.
-
     `probs_NV` are the verifier's distributions after all nodes; `uniforms` in [0, 1) are for the
     test of each node, the root's for the last token."""
     path = list[int]()
@@ -123,7 +121,7 @@ class TreeLevel(Level):
         probs = list[Tensor]()
         for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
-            with self._meter.timed_round(self.stats, max(end - 2, 0)):
+            with self.timed_round(max(end - 2, 0)):
                 if first == 0:
                     output = self.runner.next_probs(sequences, active)
                 else:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.core.model.cache import Cache, plain_slots
+from minitri.core.model.cache import KV, Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
 from minitri.core.model.llama import Llama
 from minitri.core.settings import pad_to_stride
-from minitri.core.stats import num_common
+from minitri.core.stats import Tokens, num_common
 
 
 class FullCache(Cache):
@@ -35,13 +35,13 @@ class FullCache(Cache):
         """Number of layers whose keys and values stay on the device."""
         return self.keys.shape[0]
 
-    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def layers(self, b: int) -> Iterator[KV]:
         """Yields keys and values (K, S, D) of row b by layer, each pair valid until the next."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers  # also of a row that has ended, whose length is 0
 
-    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def tokens(self, b: int, start: int, end: int) -> KV:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
         keys, values = self.keys[:, b], self.values[:, b]
         if self.device.type == "cpu":
@@ -66,17 +66,17 @@ class HeldRow:
 
     full: FullCache  # the cache that has the row
     b: int  # the row in `full`
-    tokens: list[int]  # of the text
+    tokens: Tokens  # of the text
     owner: str | None = None  # whose prompts may reuse the K and V; None: everybody's
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
-    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def layers(self, num_tokens: int) -> Iterator[KV]:
         """K and V (K, T, D) of the first T tokens, layer by layer; restores overwritten slots."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
-    def num_shared(self, tokens: list[int], owner: str) -> int:
+    def num_shared(self, tokens: Tokens, owner: str) -> int:
         """Number of first tokens in common with an owner's text; 0 if the owner may not reuse."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 
 from minitri.core.caches.full import FullCache, HeldRow
-from minitri.core.stats import num_common
+from minitri.core.stats import Tokens, num_common
 
 
 class Store(Protocol):
     """Interface of a store of prompts' K and V that engines share; see `files/kv_store.py`."""
 
-    def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
+    def longer(self, tokens: Tokens, owner: str, held: HeldRow) -> HeldRow:
         """K and V of the longest stored prefix of `tokens`, or `held` if that is as long."""
 
     def write(self, source: HeldRow) -> None:
@@ -42,7 +42,7 @@ class PrefixCache:
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 
-    def _reusable(self, b: int, text: list[int]) -> list[int]:
+    def _reusable(self, b: int, text: Tokens) -> Tokens:
         """The first tokens of row b's committed text whose K and V are held and may be reused."""
         # The cache may hold guesses, too; the last token of the text is read with the next ones.
         most = len(text) if self._reuses_generated else self._num_prompt[b]
@@ -54,16 +54,16 @@ class PrefixCache:
         row = max(self._ended, key=lambda row: len(row.tokens))
         return row if row.tokens else None
 
-    def num_shared(self, prompt: list[int]) -> int:
+    def num_shared(self, prompt: Tokens) -> int:
         """Largest number of first tokens that the prompt shares with an ended text."""
         return max(num_common(row.tokens, prompt) for row in self._ended)
 
-    def keep(self, b: int, text: list[int]) -> None:
+    def keep(self, b: int, text: Tokens) -> None:
         """Keeps K and V of row b, whose text ends; called before the row is reset."""
         if self._full.lengths[b]:  # else nothing was read, and the row holds an earlier text
             self._guard(b, self._reusable(b, text), self.owners[b])
 
-    def _guard(self, b: int, tokens: list[int], owner: str | None) -> None:
+    def _guard(self, b: int, tokens: Tokens, owner: str | None) -> None:
         """Records that the ended row b holds these tokens; saves a copy of its first slots."""
         pair = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
         self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
@@ -77,12 +77,12 @@ class PrefixCache:
             self._fill(b, row, len(tokens))
             self._guard(b, tokens, row.owner)
 
-    def best_row(self, free_rows: list[int], prompt: list[int], owner: str) -> int:
+    def best_row(self, free_rows: list[int], prompt: Tokens, owner: str) -> int:
         """Chooses one of `free_rows` for a prompt: most shared tokens, fewest tokens lost."""
         rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
-    def take(self, b: int, texts: list[list[int]], most: int) -> int:
+    def take(self, b: int, texts: list[Tokens], most: int) -> int:
         """Fills the empty row b with K and V of the longest held prefix of its prompt `texts[b]`.
         Returns how many tokens, at most `most`. `texts` are the texts of all rows."""
         prompt = texts[b]
@@ -106,7 +106,7 @@ class PrefixCache:
         self._full.restore(b, num_tokens)
         return num_tokens
 
-    def publish(self, b: int, tokens: list[int]) -> None:
+    def publish(self, b: int, tokens: Tokens) -> None:
         """Stores K and V of these first tokens of row b's prompt for other engines."""
         if self.store and not self.snapshot:  # another device may have computed that
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))

@@ -57,12 +57,12 @@ class RetrievalCache(Cache):
         L = model.config.num_layers
         _, B, K, _, D = full.keys.shape
         self._full = full
-        self._is_users = speculation.policy != "retrieval"
-        users = copy.deepcopy(speculation.policy)
-        self._policy: Policy = users if self._is_users else ChunkRetrieval()
+        self._is_custom = speculation.policy != "retrieval"
+        custom = copy.deepcopy(speculation.policy)
+        self._policy: Policy = custom if self._is_custom else ChunkRetrieval()
         self._settings = speculation
         window = speculation.observation_window
-        self.max_prompt_queries = None if getattr(users, "wants_prompt", False) else window
+        self.max_prompt_queries = None if getattr(custom, "wants_prompt", False) else window
         """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
         self._window = min(model.config.window, full.capacity)
         self._windowed = model.config.sliding_layers if self._window else ()
@@ -99,7 +99,7 @@ class RetrievalCache(Cache):
     def _asking(self) -> AbstractContextManager[None]:
         """Context of calls of the policy: errors of a user's one become `InputError`s."""
         problem = f"the policy {type(self._policy).__name__} failed"
-        return explain(problem, "correct it") if self._is_users else nullcontext()
+        return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
         """Called in a pass of the target: rebuilds one layer of the rows that are due for it."""
@@ -179,7 +179,7 @@ class RetrievalCache(Cache):
         keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
         with self._asking():
             scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD)
-            if self._is_users and (scores_KN.shape != (K, N) or scores_KN.isnan().any()):
+            if self._is_custom and (scores_KN.shape != (K, N) or scores_KN.isnan().any()):
                 raise ValueError(f"give numbers of shape {[K, N]}")
         scores_KN = scores_KN.to(q_KRD.device, torch.float32, copy=True)
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf

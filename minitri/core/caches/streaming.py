@@ -8,10 +8,9 @@ Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from minitri.core.errors import InputError
-from minitri.core.model.cache import BlockKV, Cache, plain_slots, write_after
+from minitri.core.model.cache import KV, BlockKV, Cache, plain_slots, write_after
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SLIDE, SpeculationConfig
 
@@ -45,7 +44,7 @@ class StreamingCache(Cache):
     def num_bytes(self) -> int:
         return super().num_bytes + self.raw_keys.nbytes
 
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, block: BlockKV) -> KV:
         write_after(self.raw_keys[layer], block.raw_keys_BTKD, self.lengths, block.slots_BT)
         return super().update(layer, block)
 

@@ -3,7 +3,8 @@ Legend: B rows, N tokens or places of a block, V vocab; p verifier's, q proposer
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -32,6 +33,17 @@ class Stage:
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses the next tokens of the active rows; `sequences` are unchanged afterwards."""
         raise NotImplementedError
+
+    @contextmanager
+    def timed_round(self, num_guesses: int = 0, num_tokens: int = 1) -> Iterator[None]:
+        """Times a round, which verifies `num_guesses` per row, or samples `num_tokens`."""
+
+        def take(seconds: float) -> None:
+            self.stats.seconds += seconds
+            self._meter.tuner.note_round(self.name, num_guesses, seconds / num_tokens)
+
+        with self._meter.clock.timed(take):
+            yield
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         """Captures, before the first step, the CUDA graphs that this stage needs in these plans."""
@@ -90,7 +102,7 @@ class Level(Stage):
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses `gamma` tokens of every active row by its own model, as no stage is below."""
         self.stats.num_rounds += self.gamma * sum(active)
-        with self._meter.timed_round(self.stats, num_tokens=self.gamma):
+        with self.timed_round(num_tokens=self.gamma):
             guesses = self.runner.draft(sequences, active, self.gamma, self.source)
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.name] * count for count in counts]
@@ -106,14 +118,17 @@ class Level(Stage):
                 proposal = self.below.propose(sequences, guessing)
             if any(forced):
                 proposal = proposal.with_forced(forced, self.below.name)
-        with self._meter.timed_round(self.stats, max(proposal.counts)):
+        with self.timed_round(max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.clock.settle()  # waits for the device
         for b, new in enumerate(emitted):
             if new.tokens:
-                proposer = self.below.name if self.below and guessing[b] else None
-                counts = (proposal.depth(b), len(new.tokens) - 1)
-                self._meter.note_acceptance(self.stats, proposer, *counts)
+                num_accepted = len(new.tokens) - 1
+                num_tested = self.stats.count(proposal.depth(b), num_accepted)
+                if self.below and guessing[b]:
+                    # A proposal without guesses counts as one rejected guess: nothing was gained.
+                    counts = (max(num_tested, 1), num_accepted)
+                    self._meter.tuner.note_acceptance(self.below.name, *counts)
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:

@@ -15,7 +15,7 @@ import torch
 from minitri.core.decoding.level import Stage
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.runner import ModelRunner
-from minitri.core.stats import Meter, num_common
+from minitri.core.stats import Meter, Tokens, num_common
 
 LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
 LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
@@ -26,14 +26,14 @@ class GrowingText:
     """The committed tokens of one row, an index of their pairs, and counts of accepted guesses."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.tokens: Tokens = []
         self._places = defaultdict[tuple[int, ...], list[int]](list)  # ends of each pair
-        self._guess: list[int] = []  # latest guesses right after the committed tokens
+        self._guess: Tokens = []  # latest guesses right after the committed tokens
         self._size = 0  # bit length of the length of the match that gave these guesses
         self._tested = Counter[int]()  # tested guesses, by `_size`
         self._accepted = Counter[int]()
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Appends committed tokens, and counts how many of the latest guesses they confirm."""
         num_accepted = num_common(tokens, self._guess)
         self._tested[self._size] += min(num_accepted + 1, len(tokens), len(self._guess))
@@ -44,7 +44,7 @@ class GrowingText:
         for place in range(first, len(self.tokens)):
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
-    def propose(self, sequence: list[int], gamma: int) -> list[int]:
+    def propose(self, sequence: Tokens, gamma: int) -> Tokens:
         """Guesses up to `gamma` tokens after `sequence`: the committed text and earlier guesses."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
@@ -57,7 +57,7 @@ class GrowingText:
             self._size = size
         return guess
 
-    def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
+    def lookup(self, sequence: Tokens, limit: int) -> tuple[int, Tokens]:
         """Finds the longest earlier match, of 2 tokens or more, of the last tokens of `sequence`.
         Returns its length and the `limit` tokens after it, cyclic if fewer follow."""
         tokens = self.tokens
@@ -94,7 +94,7 @@ class LookupDrafter(Stage):
                 row.extend(sequence[len(row.tokens) :])
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        with self._meter.timed_round(self.stats, num_tokens=self.gamma):
+        with self.timed_round(num_tokens=self.gamma):
             rows = zip(self._rows, sequences, active, strict=True)
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
             shape = (len(tokens), max(map(len, tokens)), self._target.passes.vocab_size)

@@ -51,7 +51,7 @@ class PluggedDrafter(Stage):
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         probs = list[Tensor]()
         guesses: Rows = [[] for _ in sequences]
-        with self._meter.timed_round(self.stats, num_tokens=self.gamma):
+        with self.timed_round(num_tokens=self.gamma):
             for _ in range(self.gamma):
                 texts = [[*text, *new] for text, new in zip(sequences, guesses, strict=True)]
                 rows = [self._ask(text, b) if active[b] else None for b, text in enumerate(texts)]

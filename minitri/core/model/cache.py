@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 Slots = Any  # keys or values (..., S, D): a tensor, or another layout that is indexed like one
+KV = tuple[Tensor, Tensor]  # keys and values
 
 
-def plain_slots(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def plain_slots(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KV:
     """Empty keys and values of this shape as tensors."""
     keys = torch.empty(shape, dtype=dtype, device=device)
     return keys, torch.empty_like(keys)
@@ -79,7 +78,7 @@ class Cache:
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, block: BlockKV) -> KV:
         """Writes a layer's block after each row's prefix; returns all K and V (B, K, S, D)."""
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
@@ -137,9 +136,7 @@ def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None
     row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]
 
 
-def write_block(
-    keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]
-) -> tuple[Tensor, Tensor]:
+def write_block(keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]) -> KV:
     """Writes a block's K and V into one layer; returns all keys and values of the layer."""
     write_after(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
     write_after(values_BKSD, block.values_BTKD, starts, block.slots_BT)

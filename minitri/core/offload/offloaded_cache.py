@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
-from minitri.core.model.cache import BlockKV, gather_path, write_block
+from minitri.core.model.cache import KV, BlockKV, gather_path, write_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.streams import CopyStream, HostMemory, synchronize
 from minitri.core.settings import LONGEST_BLOCK, pad_to_stride
@@ -73,7 +73,7 @@ class OffloadedFullCache(FullCache):
     def num_bytes(self) -> int:
         return super().num_bytes + self.host_LBSPKD.nbytes
 
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, block: BlockKV) -> KV:
         if layer < self.on_chip:
             on_device = super().update(layer, block)
         else:
@@ -82,9 +82,7 @@ class OffloadedFullCache(FullCache):
             cache.select(layer, *on_device)
         return on_device
 
-    def update_hosted(
-        self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
-    ) -> tuple[Tensor, Tensor]:
+    def update_hosted(self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]) -> KV:
         """Writes a block's K and V into `buffer` from `starts[b]` on; queues copies to the host."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
@@ -125,12 +123,12 @@ class OffloadedFullCache(FullCache):
             buffer.ready.record()
         return buffer
 
-    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def layers(self, b: int) -> Iterator[KV]:
         end = self.lengths[b]
         for keys_KSD, values_KSD in self.held_layers(b):
             yield keys_KSD[:, :end].to(self.device), values_KSD[:, :end].to(self.device)
 
-    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def tokens(self, b: int, start: int, end: int) -> KV:
         keys_LKTD, values_LKTD = super().tokens(b, start, end)
         first = start - self.latest_starts[b]
         if first >= 0:
@@ -141,7 +139,7 @@ class OffloadedFullCache(FullCache):
         keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
         return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
 
-    def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_layers(self, b: int) -> Iterator[KV]:
         yield from super().layers(b)
         synchronize(self.device)
         yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
@@ -197,7 +195,7 @@ class HostedRow(FullCache):
         self._full = full
         self._b = b
 
-    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, block: BlockKV) -> KV:
         if layer < self.on_chip:
             return super().update(layer, block)
         here = {self._b: self.lengths[0]}

@@ -11,7 +11,7 @@ the digits of d.
 Legend: N rows, X bytes of a row of a repacked matrix.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import explain, shorten
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import PANEL, Form, packed_shape
-from minitri.files.families import read_table, rotary_rows, unfused
+from minitri.files.families import NamedTensors, read_table, rotary_rows, unfused
 from minitri.files.hf_config import read_config, require, without_null
 from minitri.files.vocabulary import WITH_BOS, read_vocabulary
 
@@ -144,7 +144,7 @@ class GgufFile:
         config: ModelConfig,
         packed: Mapping[str, Tensor] | None = None,
         kernels: Kernels | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> NamedTensors:
         """Yields weights with their Hugging Face names: dequantized, or repacked for kernels.
         The latter if `packed` has a tensor for a name, which it fills."""
         for name, stored in self._tensors.items():
