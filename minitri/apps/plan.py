@@ -145,7 +145,7 @@ def run_command(args: Namespace) -> None:
         print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
         machine = site.machine
         link = machine.link_bytes_per_second / 1e9
-        print(f"GB/s: {machine.weight_bytes_per_second / 1e9:.0f}, from the host {link:.3g}")
+        print(f"GB/s: {machine.bytes_per_second / 1e9:.0f}, from the host {link:.3g}")
         print("", report.as_table(COLUMNS, rows), "", sep="\n")
         print(f"GiB on each device with the KV of {best} layers:")
         for name, size in needs.parts(best).items():
