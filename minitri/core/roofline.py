@@ -20,7 +20,7 @@ GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized co
 class Machine:
     """Bandwidths of a machine, and other costs of a forward pass on it."""
 
-    bytes_per_second: float  # at which a pass reads weights, and attention K and V
+    bytes_per_second: float  # at which a pass reads weights, K and V
     link_bytes_per_second: float  # from host memory to the device
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict

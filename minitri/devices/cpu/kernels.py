@@ -201,9 +201,8 @@ class KernelNorm(RMSNorm):
         out = torch.empty_like(x)
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        arguments = abi.NormArguments(
-            x=x, weight=self.weight, out=out, R=x.numel() // E, E=E, eps=self.eps
-        )
+        arguments = abi.LinearArguments(x=x, norm=self.weight, out=out, E=E, eps=self.eps)
+        arguments.R = x.numel() // E
         self.kernels.call("norm", arguments, x.dtype)
         return out
 
@@ -248,7 +247,7 @@ def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | No
 def are_rows(rows_R: Tensor, N: int) -> bool:
     """Whether a tensor has valid row numbers of a matrix with N rows."""
     is_list = rows_R.dtype == torch.int64 and rows_R.is_contiguous()
-    return is_list and all(0 <= row < N for row in rows_R.tolist())
+    return is_list and bool(((rows_R >= 0) & (rows_R < N)).all())
 
 
 def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
