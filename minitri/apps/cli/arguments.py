@@ -122,12 +122,12 @@ class OneLineParser(argparse.ArgumentParser):
         if title in TABLE["exclusive"]:
             group = group.add_mutually_exclusive_group()
         wanted = {field for name in names for field in TABLE["topics"].get(name, [name])}
-        known = TABLE["flags"] | {
+        known = {
             field.name: options_of(field, settings)
             for settings in self.classes
             for field in dataclasses.fields(settings)
         }
-        for name, options in known.items():
+        for name, options in (known | TABLE["flags"]).items():
             if name in wanted:
                 flag = f"--{name.replace('_', '-')}"
                 group.add_argument(*TABLE["short"].get(name, ()), flag, **options)
