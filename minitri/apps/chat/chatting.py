@@ -94,7 +94,7 @@ class Chat:
 
     def do_show(self, _: str) -> None:
         """show the conversation so far"""
-        for question, ids, _ in self._turns():
+        for question, ids, _is_cut in self._turns():
             say(shown(f"> {question}\n{self.talk.tokenizer.decode(ids).strip()}"))
 
     def do_regenerate(self, _: str) -> None:

@@ -122,12 +122,12 @@ class OneLineParser(argparse.ArgumentParser):
         if title in TABLE["exclusive"]:
             group = group.add_mutually_exclusive_group()
         wanted = {field for name in names for field in TABLE["topics"].get(name, [name])}
-        known = TABLE["flags"] | {
+        known = {
             field.name: options_of(field, settings)
             for settings in self.classes
             for field in dataclasses.fields(settings)
         }
-        for name, options in known.items():
+        for name, options in (known | TABLE["flags"]).items():
             if name in wanted:
                 flag = f"--{name.replace('_', '-')}"
                 group.add_argument(*TABLE["short"].get(name, ()), flag, **options)
@@ -201,7 +201,8 @@ def options_of(field: "dataclasses.Field[Any]", settings: type[Any]) -> dict[str
     """Arguments of `add_argument` for a field of a settings class."""
     # Without a flag of sampling the model's files decide, or the neutral value.
     default = None if settings is SamplingParams else field.default
-    text = field_texts(settings)[field.name].removesuffix(".")
+    texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
+    text = texts[field.name].removesuffix(".")
     options: dict[str, Any] = {"default": default, "help": text}
     if field.type is bool:
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"

@@ -141,8 +141,7 @@ def tell(text: str) -> None:
         from textwrap import fill
 
         width = get_terminal_size().columns
-        lines = (fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
-        text = "\n".join(lines)
+        text = "\n".join(fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
     sys.stderr.write(text)
 
 

@@ -213,8 +213,10 @@ def test_a_saved_conversation_is_in_nobodys_way_and_the_one_used_last_is_resumed
     second.obey(f"/save {tmp_path}/a.kv")
     assert "a.kv is there" in caplog.text
     later = begin(folder=tmp_path)
-    for questions in (["Who?", "When?"], ["Why?"]):
-        later.obey("/resume")
+    loaded, resumed = f"/load {tmp_path}/a.kv", ["Who?", "When?"]
+    lines = {"/resume": resumed, "/resume ": ["Why?"], loaded: resumed, "/reset": []}
+    for line, questions in [*lines.items()] * 2:
+        later.obey(line)
         assert [turn.question for turn in later.talk.turns] == questions
 
 
@@ -329,7 +331,9 @@ def test_markdown_is_drawn_however_its_text_is_cut_and_nothing_is_left_out(size)
     with contextlib.closing(at_terminal.MarkdownFile(console=console, transient=True)) as file:
         for start in range(0, len(TEXT), size):
             print(TEXT[start : start + size], end="", flush=True, file=file)
-    assert max(map(len, screen.getvalue().splitlines())) <= 20
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 20
+    assert lines == [line.rstrip() for line in lines]
     assert screen.getvalue().split() == WORDS.split()
 
 

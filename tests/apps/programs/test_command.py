@@ -123,6 +123,15 @@ def test_a_missing_package_is_one_line_and_a_mistake_is_no_bad_input(capsys):
         raise ValueError("a bug")
 
 
+def test_at_a_terminal_an_error_ends_its_lines_at_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(SystemExit, match="2"), exits.clean_exits():
+        raise minitri.InputError("prompt has 99 tokens; give --max-prompt-tokens")
+    wanted = "minitri: prompt has 99 tokens;\ngive --max-prompt-tokens\n"
+    assert capsys.readouterr().err == wanted
+
+
 def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advised):
     model = advised(do_sample=True, temperature=0.6, top_p=0.9)
     flags = (PROMPT, "--seed", "4", "--json")

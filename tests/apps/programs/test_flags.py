@@ -1,24 +1,34 @@
 """Flags and defaults: each flag has an effect or says why not; help shows the usual ones first."""
 
+import io
 import re
 import shlex
-from argparse import Namespace
+import sys
+from argparse import Action, Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 import minitri
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, generate, loader
-from minitri.apps.cli import arguments, inputs
+from minitri.apps import bench
+from minitri.apps.chat import chatting
+from minitri.apps.cli import arguments, inputs, scoring
+from minitri.apps.selftest import selftesting
 from minitri.files.hf_config import USUAL
 
+ROOT = Path(__file__).parents[3]
 PROMPT = "She had been forced into prudence in her youth"
-FLAGS = {
-    flag: action
-    for action in generate.build_parser()._actions
-    if (flag := action.option_strings[-1] if action.option_strings else "") not in ("", "--bitwise")
-}
-"""Flags of `generate`; --bitwise is left out, which only refuses machines without kernels."""
+
+
+def flags_of(parser) -> dict[str, Action]:
+    """Flags, but for --bitwise, which only refuses machines without kernels."""
+    flags = {flag: action for action in parser._actions for flag in action.option_strings[-1:]}
+    return {flag: action for flag, action in flags.items() if flag != "--bitwise"}
+
+
+FLAGS = flags_of(generate.build_parser())
 SETTINGS = vars(SamplingParams()) | vars(GenerationConfig()) | vars(SpeculationConfig())
 VALUES = {"--json-schema": "{}", "--regex": "a+", "--rope-scaling": "yarn:2", "--logit-bias": "5:1"}
 VALUES |= {"--system": "Short!", "--ray": "local", "--stop": "e", "--bad-words": "the"}
@@ -47,10 +57,10 @@ def effect(folder, call, monkeypatch, tmp_path):
     (tmp_path / "text").write_text("The sea", "utf-8")
     num_threads = torch.get_num_threads()
 
-    def effect(*words):
+    def effect(*words, main=generate.main, limits="-n 4"):
         seen.clear()
-        base = f"-m {folder} --dtype float32 --device cpu -n 4".split()
-        code, out, err = call(generate.main, *base, *words)
+        base = f"-m {folder} --dtype float32 --device cpu {limits}".split()
+        code, out, err = call(main, *base, *words)
         reached = str(seen)
         torch.set_num_threads(num_threads)
         return code, out, re.sub(r"[\d.]+", "", err), reached
@@ -58,22 +68,56 @@ def effect(folder, call, monkeypatch, tmp_path):
     return effect
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_alone_has_an_effect_or_a_line(flag, effect):
-    action = FLAGS[flag]
-    words = [flag]
-    if action.nargs != 0:
-        default = {int: "3", float: "0.5"}.get(action.type, "text")
-        choices = [it for it in action.choices or () if it not in ("auto", "float32")]
-        number = "3" if action.metavar == "N" else default
-        words.append(choices[-1] if choices else VALUES.get(flag, number))
-    is_prompt = flag in ("--prompt", "--prompt-file", "--demo", "--prompts")
-    found, plain = effect(*words, *[PROMPT] * (not is_prompt)), effect(PROMPT)
-    assert found != plain
-    field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    if found[0] == 0 and field in SETTINGS:
-        value = re.compile(rf"\b{field}=(.*?)(?:, \w+=|\))")
-        assert value.findall(found[3]) != value.findall(plain[3])
+def with_value(flag: str, action: Action) -> list[str]:
+    """A flag with a value that differs from its default."""
+    if action.nargs == 0:
+        return [flag]
+    default = {int: "3", float: "0.5"}.get(action.type, "text")
+    choices = [it for it in action.choices or () if it not in ("auto", "float32")]
+    number = "3" if action.metavar == "N" else default
+    return [flag, choices[-1] if choices else VALUES.get(flag, number)]
+
+
+PROGRAMS = {  # each with a command line that its flags change
+    "generate": (generate.main, "-n 4", PROMPT),
+    "chat": (chatting.main, "-n 4", ""),
+    "bench": (bench.main, "-n 4 --seeds 1", "--prompt-file=text"),
+    "selftest": (selftesting.main, "-n 4 --num-samples 0", "--prompt=x"),
+    "score": (scoring.main, "", "text"),
+}
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in [*PROGRAMS][1:]]
+
+
+@pytest.mark.parametrize("name", ["generate", *SLOW])
+def test_a_flag_alone_has_an_effect_or_a_line(name, effect, monkeypatch):
+    main, limits, text = PROGRAMS[name]
+
+    def done(*more: str) -> tuple:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who?"))
+        code, out, *seen = effect(*[text] * bool(text), *more, main=main, limits=limits)
+        return code, re.sub(r"[-\d.,e\s]+", "", out), *seen
+
+    plain = done()
+    for flag, action in flags_of(arguments.OneLineParser(name)).items():
+        found = done(*with_value(flag, action))
+        assert found != plain, flag
+        field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if found[0] == 0 and field in SETTINGS:
+            value = re.compile(rf"\b{field}=(.*?)(?:, \w+=|\))")
+            assert value.findall(found[3]) != value.findall(plain[3]), flag
+
+
+def test_files_of_other_programs_stay_as_the_table_of_files_says(effect, tmp_path):
+    table = (ROOT / "docs/files.md").read_text("utf-8")
+    (tmp_path / "other").write_text("mine")
+    files = re.findall(r"^\| FILE of `(--[\w-]+)` \| `minitri", table, re.M)
+    assert len(files) == 2
+    assert {*files} <= {*re.findall(r"`(--[\w-]+)", table)} <= {*FLAGS, "--out", "--record"}
+    for flag in files:
+        code, *_ = effect("--prompts", "text", flag, "other")
+        assert (code, (tmp_path / "other").read_text()) == (2, "mine")
 
 
 def test_a_flag_that_is_given_again_adds_to_it(effect):
@@ -90,7 +134,7 @@ def test_a_flag_that_another_one_lacks_is_refused_and_a_wrong_word_alone_is_blam
         assert all(other in err for other in others)
     code, _, err, _ = effect(PROMPT, "--methd", "naive")
     assert (code, "naive" in err) == (2, False)
-    assert "--methd" in err
+    assert all(flag in err for flag in ("--methd", "--method?"))
 
 
 def test_help_has_the_usual_flags_and_help_all_has_every_one(call):
