@@ -68,7 +68,7 @@ tests() {
     local name=$1 limit=$2
     shift 2
     part "$name" "$limit" python3 -m pytest -v -rsfE --tb=short --maxfail=8 -W default -o addopts= \
-        -o faulthandler_timeout=120 -p no:cacheprovider -m "$marked" "$@"
+        -o faulthandler_timeout=120 -p no:cacheprovider -p no:randomly -m "$marked" "$@"
 }
 
 # tool NAME COMMAND...: a part for a program of CUDA's, if it is installed.
@@ -94,7 +94,6 @@ call_first() {
 call_second() {
     local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000
     local shape=(--shape llama2-7b-128k --context 122880 --context 32768 --offload --on-chip 0)
-    local kernel=(python3 -m tools.bench.kernel_times --device cuda)
     if $on_cpu; then
         tokens=300
         shape=(--shape llama-68m --context 400 --context 300 --budget 64 --num-recent-tokens 16)
@@ -112,10 +111,12 @@ call_second() {
     tests "oracles" 150 tests/devices/gpu_twins/test_attention_backends.py \
         tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_offload_on_cuda.py
-    tool "ncu" ncu --clock-control none --launch-count 4 -k regex:"attend_piece|multiply_tile" \
-        "${kernel[@]}"
+    for name in attend_piece multiply_tile; do
+        tool "ncu of $name" ncu --clock-control none -k "$name" --launch-count 3 \
+            python3 -m tools.bench.kernel_times --device $device
+    done
     tool "sanitizer" compute-sanitizer --tool memcheck python3 -m pytest -q -o addopts= \
-        "tests/devices/gpu_twins/test_attention_backends.py::test_a_long_row_among_short_ones_is_read_by_several_programs"
+        tests/devices/gpu_twins/test_attention_backends.py -k as_many_pieces
 }
 
 ENVIRONMENT='
@@ -187,7 +188,8 @@ from tools.bench.synthetic import decode, fresh_session, random_model, setup_of
 
 args = build_parser().parse_args(sys.argv[1:])
 setup, [context] = setup_of(args), args.context
-target, draft = (random_model(config, setup) for config in (setup.target, setup.draft))
+target = random_model(setup.target, setup)
+draft = random_model(setup.draft, setup) if setup.draft else None
 
 def measure(method, copy=None):
     found = decode(target, draft, context, setup, method, copy)

@@ -47,16 +47,13 @@ def outcomes(summary: str) -> list[str]:
 
 def test_every_part_writes_a_file_and_results_end_screen_and_summary(run, tmp_path):
     """Without a device it stops at once, as with an unknown call."""
-    body = 'env | grep OFFLINE; echo "RESULT 7 ms"; [[ $* != *kernel_times* ]]'
+    body = 'echo "RESULT $HF_HUB_OFFLINE"; [[ $* != *kernel_times* ]]'
     code, screen, summary = run(body, "first")
     assert code == 1
     names = ["environment", "boot checks", "engines", "7B on chip", "kernel times"]
     assert outcomes(summary) == [f"{name}: exit code {name == 'kernel times':d}" for name in names]
-    assert summary.count("RESULT 7 ms") == len(names)
-    assert screen.endswith(summary)
-    files = {file.name for file in (tmp_path / "out").iterdir()}
-    assert files == {"summary.txt", *(f"{name.replace(' ', '_')}.txt" for name in names)}
-    assert "HF_HUB_OFFLINE=1" in (tmp_path / "out/engines.txt").read_text()
+    assert (summary.count("RESULT 1"), screen.endswith(summary)) == (len(names), True)
+    assert len([*(tmp_path / "out").iterdir()]) == len(names) + 1
     code, screen, summary = run("", "first", has_cuda=False)
     assert (code, "ran" in screen, "no CUDA device" in summary) == (3, False, True)
     assert run("", "--cpu", "second", has_cuda=False)[0] == 0
