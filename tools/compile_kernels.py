@@ -3,14 +3,13 @@
     python -m tools.compile_kernels                 # all architectures, dtypes and tile sizes
     python -m tools.compile_kernels --arch 86 --kernel attention
 
-Prints a line per case: registers of a thread, bytes that they spill to memory, KiB of shared memory
-of a program, asynchronous copies in its code, and of products with weights the instructions of a
-thread in the loop for each byte of weights that it reads. A kernel that does not compile, spills,
-needs more shared memory than the architecture has, or more instructions than a multiprocessor can
-issue while the bytes come ends it with exit code 1. `ptxas` comes with Triton.
+Prints a line per case, with the numbers of `Usage`. A kernel that does not compile, spills, needs
+more shared memory than the architecture has, or more instructions than a multiprocessor can issue
+while the bytes come ends it with exit code 1. `ptxas` comes with Triton.
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 import os
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +31,16 @@ ISSUED = {80: 10.6, 86: 21.0, 89: 45.0, 90: 6.9}
 byte at 90 % of its bandwidth: A100, RTX 3090, RTX 4090, H200; on a B200 it would be 4.9."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """Kernel with the types of its arguments and its compile-time constants."""
 
-    name: str
-    """Module in `devices/gpu/kernels`, and the sizes of this case."""
+    name: str  # module in `devices/gpu/kernels`, and the sizes of this case
     kernel: Any
-    types: dict[str, str]
-    """Types of all arguments that are not constants; int32 if not named."""
-    constants: dict[str, Any]
-    """Compile-time constants, and in lower case options of the compiler."""
-    is_pipelined: bool = False
-    """Whether it must read ahead by asynchronous copies."""
-    num_bytes: int = 0
-    """Bytes of weights that a warp reads in an iteration of the loop."""
+    types: dict[str, str]  # of all arguments that are not constants; int32 if not named
+    constants: dict[str, Any]  # and in lower case options of the compiler
+    is_pipelined: bool = False  # whether it must read ahead by asynchronous copies
+    num_bytes: int = 0  # of weights that a warp reads in an iteration of the loop
 
 
 def attention_cases(dtype: str) -> Iterator[Case]:
@@ -76,15 +69,16 @@ def attention_cases(dtype: str) -> Iterator[Case]:
 def weights_cases(dtype: str) -> Iterator[Case]:
     """Cases of products of 3 and of 16 rows with a quantized matrix of a 7B model."""
     from minitri.core.roofline import GROUP
-    from minitri.devices.gpu.kernels.weights import multiply_tile, tile_sizes
+    from minitri.devices.gpu.kernels.weights import COLUMNS, multiply_tile, tile_sizes
 
     if dtype == "fp32":
         return  # rounded to bfloat16 before
     types = {"x": f"*{dtype}", "weight": "*i8", "scales": "*fp32", "out": f"*{dtype}"}
-    for bits, M in itertools.product((4, 8), (3, 16)):
-        constants = tile_sizes(M, bits)
-        num_bytes = constants["COLUMNS"] * GROUP * bits // 8
-        name = f"weights, {bits} bits, {M} x {constants['COLUMNS']}"
+    forms = ((4, False), (4, True), (8, False))
+    for (bits, is_narrow), M in itertools.product(forms, (3, 16)):
+        constants = tile_sizes(M, bits, is_narrow=is_narrow)
+        num_bytes = COLUMNS * GROUP * bits // 8
+        name = f"weights, {bits} bits, {M} x {COLUMNS}{', narrow' * is_narrow}"
         # Numbers of float16 are converted from 4 bits one by one.
         counted = num_bytes if dtype == "bf16" or bits == 8 else 0
         yield Case(name, multiply_tile, types, constants, is_pipelined=True, num_bytes=counted)
@@ -93,20 +87,16 @@ def weights_cases(dtype: str) -> Iterator[Case]:
 KERNELS = {"attention": attention_cases, "weights": weights_cases}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """Resources of a compiled kernel."""
 
-    registers: int
-    """Registers of a thread."""
-    spilled: int
-    """Bytes that a thread spills from registers to memory."""
-    shared: float
-    """KiB of shared memory of a program."""
-    asynchronous: int
-    """Instructions that copy to shared memory while the program goes on."""
-    per_byte: float
-    """Instructions of a thread for each byte of weights that it reads; 0 where none are counted."""
+    registers: int  # of a thread
+    spilled: int  # bytes that a thread spills from registers to memory
+    shared: float  # KiB of shared memory of a program
+    programs: int  # at once on a multiprocessor, by registers and shared memory
+    asynchronous: int  # instructions that copy to shared memory while the program goes on
+    per_byte: float  # instructions of a thread for each byte of weights; 0 where none are counted
 
 
 def compiled(case: Case, arch: int) -> Usage:
@@ -117,8 +107,10 @@ def compiled(case: Case, arch: int) -> Usage:
 
     constants = {name: value for name, value in case.constants.items() if name.isupper()}
     options = {name: value for name, value in case.constants.items() if name not in constants}
-    names, types = case.kernel.arg_names, case.types
-    kinds = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    kinds = {
+        name: "constexpr" if name in constants else case.types.get(name, "i32")
+        for name in case.kernel.arg_names
+    }
     varying = {param.name for param in case.kernel.params if param.do_not_specialize}
     even = {
         (i,): [["tt.divisibility", 16]]
@@ -138,9 +130,13 @@ def compiled(case: Case, arch: int) -> Usage:
             for how in ("--dump-resource-usage", "--dump-sass")
         )
     registers, stack = (int(re.findall(rf"{key}:(\d+)", used)[0]) for key in ("REG", "STACK"))
+    shared = made.metadata.shared / 1024
+    # Each warp gets registers by 256 of 65,536, each program 1 KiB more of shared memory.
+    by_registers = 256 // (-(-registers // 8) * options.get("num_warps", 4))
+    programs = min(by_registers, int((SHARED_KIB[arch] + 1) / (shared + 1)))
     num_copies = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
     per_byte = 32 * loop_length(code) / case.num_bytes if case.num_bytes else 0.0
-    return Usage(registers, stack, made.metadata.shared / 1024, num_copies, per_byte)
+    return Usage(registers, stack, shared, programs, num_copies, per_byte)
 
 
 def loop_length(code: str) -> int:
@@ -167,35 +163,23 @@ def problem_of(case: Case, usage: Usage, arch: int) -> str:
     return "no asynchronous copies" if case.is_pipelined and not usage.asynchronous else ""
 
 
-def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
-    """Lines of the table, for the first `most` cases of each dtype; a problem ends the line."""
-    for dtype in TYPES:
-        for case in itertools.islice(KERNELS[kernel](dtype), most):
-            line = f"{arch:4d} {dtype:5s} {case.name:32s}"
-            usage = compiled(case, arch)
-            yield (
-                f"{line} {usage.registers:9d} {usage.spilled:8d} {usage.shared:8.1f} "
-                f"{usage.asynchronous:8d} {usage.per_byte:8.2f}  {problem_of(case, usage, arch)}"
-            ).rstrip()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--arch", type=int, action="append", choices=[*SHARED_KIB], help="one of these only")
     add("--kernel", action="append", choices=[*KERNELS], help="those of one module only")
-    add("--first", type=int, metavar="N", help="the first N cases of each dtype only")
     args = parser.parse_args()
-    print(
-        "arch dtype kernel                            registers  spilled   shared   copies per byte"
-    )
+    columns = "".join(f"{field.name:>13s}" for field in dataclasses.fields(Usage))
+    print(f"arch dtype {'kernel':32s}{columns}")
     num_wrong = 0
-    for arch, kernel in itertools.product(args.arch or SHARED_KIB, args.kernel or KERNELS):
-        for line in lines_of(arch, kernel, args.first):
-            print(line, flush=True)
-            num_wrong += not line[-1].isdigit()
+    chosen = (args.arch or SHARED_KIB, args.kernel or KERNELS, TYPES)
+    for arch, kernel, dtype in itertools.product(*chosen):
+        for case in KERNELS[kernel](dtype):
+            usage = compiled(case, arch)
+            problem = problem_of(case, usage, arch)
+            num_wrong += bool(problem)
+            numbers = "".join(f"{number:13.4g}" for number in dataclasses.astuple(usage))
+            print(f"{arch:4d} {dtype:5s} {case.name:32s}{numbers}  {problem}", flush=True)
     return int(num_wrong > 0)
 
 

@@ -1,48 +1,45 @@
 #!/usr/bin/env bash
-# What is worth knowing from a GPU that is there for minutes, in calls that each stand alone.
+# What is worth knowing from a GPU that is there for minutes, in two calls of 9 minutes.
 #
-#     bash tools/first_gpu_run.sh [--cpu] CALL...        # in this order: attention weights ...
+#     bash tools/first_gpu_run.sh [--cpu] [first] [second]        # default: both, one after the other
 #
-# call       takes     what it learns
-# attention  2-6 min   PyTorch, Triton, driver, card; whether every attention backend, compiled kernel
-#                      and the int8 kernel equal their oracles there; 7B on chip after 32,768 and
-#                      122,880 tokens: milliseconds a token alone and by the cascade
-# weights    3-8 min   the same with guesses by 8-bit and by 4-bit weights, and by flash-attn where it
-#                      is there; what each kernel takes by graph replay, in GB/s
-# engine     2-6 min   captured steps to the bit, waits a step, offload to the bit, whole engines
-# offload    4-8 min   7B from host memory after 32,768 tokens, then after 122,880; page-locking
-# real       2-6 min   real weights: the text with and without guesses, distributions, all methods
+# first     card, PyTorch and Triton; whether kernels, copies in few bits and a replay work; bytes a
+#           second from the host; engines have the tokens of the CPU; 7B after 122,880 tokens: alone,
+#           with guesses by its own, 8-bit and 4-bit weights, its 25 most expensive kernels, prefill
+#           at three depths; single kernels by graph replay, in GB/s
+# second    7B from host memory after 122,880 tokens, then after 32,768; real weights: the text with
+#           and without guesses, distributions, all methods; kernels, captured steps and offload next
+#           to their oracles; ncu and compute-sanitizer on the kernels, where they are installed
 #
-# It ends within TOTAL_SECONDS (540), so give it one call, or few. A part that takes too long is
-# interrupted, so that it still says what failed, and the next one runs. All output is added to
-# gpu_report.txt, in $OUT where that is set, and a summary ends it; on a full disk it takes the place
-# that was kept for it. Without a CUDA device it stops at once with exit code 3, unless --cpu asks for
-# a dry run with small shapes. Exit code: parts that failed, at most 100.
+# It ends within TOTAL_SECONDS (540), so give it one call. A part that takes too long is interrupted,
+# so that it still says what failed, and the next one runs. Each part writes a file of its own at once,
+# in the folder gpu_report, in $OUT where that is set. The last file, and the last lines of the screen,
+# are a table of all parts and of the lines that begin with RESULT. Without a CUDA device it stops at
+# once with exit code 3, unless --cpu asks for a dry run with small shapes. Exit code: parts that
+# failed, at most 100.
 #
-# Nothing is fetched. For `real` MODEL names a model (default: smollm2-135m) and DRAFT its drafter;
-# or PIECES, say build/pieces, has what tools/weight_pieces.py wrote; a piece may come with each call.
+# Nothing is fetched. For real weights MODEL names a model (default: smollm2-135m) and DRAFT its
+# drafter; or PIECES, say build/pieces, has what tools/weight_pieces.py wrote.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export HF_HUB_OFFLINE=1 PIP_NO_INDEX=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-CALLS="attention weights engine offload real"
+export HF_HUB_OFFLINE=1 PIP_NO_INDEX=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 KINETO_LOG_LEVEL=99
+CALLS="first second"
 deadline=$((SECONDS + ${TOTAL_SECONDS:-540})) grace=${GRACE:-10}
-report=${REPORT:-${OUT:-.}/gpu_report.txt}
-failed=0 summary="" on_cpu=false marked="slow or not slow"
+report=${REPORT:-${OUT:-.}/gpu_report}
+failed=0 summary="" on_cpu=false device=cuda marked="slow or not slow"
 
-# Writes lines to the screen and, as long as the disk has room, to the report.
-say() { tee -a "$report" 2> /dev/null || echo "(the report cannot be written)"; }
+note() { summary+="$1"$'\n'; echo "$1"; }
 
-note() { summary+="$1"$'\n'; echo "$1" | say; }
-
-# What comes in goes to the report, as far as there is room, and its last lines to the screen.
+# What comes in goes to a file, as far as there is room, and its last lines to the screen.
 collect() {
     awk '{ n += length($0) + 1; if (n < 2000000) { print; fflush() } }' \
-        | { tee -a "$report" 2> /dev/null; cat > /dev/null; } | tail -n 25
+        | { tee "$1" 2> /dev/null; cat > /dev/null; } | tail -n 25
 }
 
 # part NAME LIMIT COMMAND...: runs it for so many seconds at most.
 part() {
     local name=$1 limit=$2 left=$((deadline - SECONDS)) started=$SECONDS code collector
+    local file=$report/${name// /_}.txt
     shift 2
     if ((left <= grace)); then
         note "LEFT OUT $name: the time is over"
@@ -50,10 +47,9 @@ part() {
         return
     fi
     ((limit < left - grace)) || limit=$((left - grace))
-    local shown=${*//$'\n'/; }
-    note "== $name (at most $limit s): ${shown:0:300}"
-    exec 3> >(collect)
+    exec 3> >(collect "$file")
     collector=$!
+    echo "== $name (at most $limit s): ${*//$'\n'/; }" | cut -c -300 >&3
     timeout -s INT --kill-after="$grace" "$limit" "$@" >&3 2>&1 3>&- < /dev/null
     code=$?
     exec 3>&-
@@ -64,67 +60,63 @@ part() {
         124 | 137) note "-- $name: exit code $code, out of time ($((SECONDS - started)) s)" ;;
         *) note "-- $name: exit code $code ($((SECONDS - started)) s)" ;;
     esac
+    summary+=$(grep -a '^RESULT' "$file" 2> /dev/null)$'\n'
 }
 
+# tests NAME LIMIT PATH...
 tests() {
     local name=$1 limit=$2
     shift 2
-    part "$name" "$limit" python3 -m pytest -v -rsfE --tb=short -W default -o addopts= \
-        -o faulthandler_timeout=120 -p no:cacheprovider -m "$marked" "$@"
+    part "$name" "$limit" python3 -m pytest -v -rsfE --tb=short --maxfail=8 -W default -o addopts= \
+        -o faulthandler_timeout=120 -p no:cacheprovider -p no:randomly -m "$marked" "$@"
 }
 
-made_up() {
-    local name=$1 limit=$2
-    shift 2
+# tool NAME COMMAND...: a part for a program of CUDA's, if it is installed.
+tool() {
+    if command -v "$2" > /dev/null; then part "$1" 100 "${@:2}"; else note "LEFT OUT $1: no $2"; fi
+}
+
+call_first() {
+    local times=(--device cuda)
+    local shape=(--shape llama2-7b-128k --context 122880 --max-new-tokens 16)
     if $on_cpu; then
-        set -- --shape llama-68m --context 300 --context 400 --max-new-tokens 4 --budget 64 \
-            --num-recent-tokens 16 --device cpu
-    else
-        set -- --shape llama2-7b-128k --context 32768 --context 122880 "$@"
+        shape=(--shape llama-68m --context 1400 --max-new-tokens 4 --budget 64 --num-recent-tokens 16)
+        times=(--device cpu --shape llama-68m --context 300)
     fi
-    part "$name" "$limit" python3 -W default -m tools.bench --load dummy --json --method triforce "$@"
+    # The first import of PyTorch reads gigabytes from a cold disk.
+    part "environment" 150 python3 -c "$ENVIRONMENT"
+    part "boot checks" 100 python3 -c "$CHECKS" $device
+    tests "engines" 110 tests/gpu/test_engine_on_cuda.py
+    part "7B on chip" 250 python3 -c "$ON_CHIP" --load dummy --device $device "${shape[@]}"
+    part "kernel times" 110 python3 -m tools.bench.kernel_times "${times[@]}"
 }
 
-call_attention() {
-    part "environment" 40 python3 -c "$ENVIRONMENT"
-    tests "kernels against their oracles" 230 -x tests/devices/gpu_twins/test_attention_backends.py \
-        tests/devices/gpu_twins/test_quantized_copies.py
-    made_up "made-up weights on chip" 250 --max-new-tokens 16
-}
-
-call_weights() {
-    made_up "made-up weights, 4-bit guesses" 150 --max-new-tokens 16 --draft-weights int4
-    made_up "made-up weights, 8-bit guesses" 150 --max-new-tokens 16 --draft-weights int8
-    local sizes=(--device cuda)
-    if $on_cpu; then sizes=(--device cpu --shape llama-68m --context 300); fi
-    part "kernels by graph replay" 110 python3 -m tools.bench.kernel_times "${sizes[@]}"
-    if python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('flash_attn'))"; then
-        made_up "made-up weights, flash attention" 110 --max-new-tokens 8 --attention flash
+call_second() {
+    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000
+    local shape=(--shape llama2-7b-128k --context 122880 --context 32768 --offload --on-chip 0)
+    if $on_cpu; then
+        tokens=300
+        shape=(--shape llama-68m --context 400 --context 300 --budget 64 --num-recent-tokens 16)
     fi
-}
-
-call_engine() {
-    tests "graphs, waits, offload" 200 tests/gpu/test_graphs_on_cuda.py \
-        tests/gpu/test_offload_on_cuda.py
-    tests "engines" 200 tests/gpu/test_engine_on_cuda.py
-}
-
-call_offload() {
-    made_up "made-up weights, offloaded" 500 --max-new-tokens 8 --offload --on-chip 0 --draft-weights int8
-}
-
-call_real() {
-    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft}
-    local device=cuda tokens=4000
-    if $on_cpu; then device=cpu tokens=300; fi
+    part "offload" 200 python3 -W default -m tools.bench --load dummy --json --method triforce \
+        --device $device --max-new-tokens 8 "${shape[@]}"
     if [[ -n ${PIECES:-} ]]; then
         model=$(mktemp -d)
-        part "real weights from pieces" 60 python3 -m tools.weight_pieces --join "$PIECES" "$model"
+        python3 -m tools.weight_pieces --join "$PIECES" "$model"
     fi
     local how=(--model "$model" --draft "$draft" --device $device)
-    part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
-    part "methods on real weights" 220 python3 -m minitri bench --compare "${how[@]}" \
-        --max-prompt-tokens $tokens --max-new-tokens 64 --seeds 1 --json
+    part "selftest" 150 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
+    part "methods" 100 python3 -m minitri bench --compare "${how[@]}" --max-prompt-tokens $tokens \
+        --max-new-tokens 64 --seeds 1 --json
+    tests "oracles" 150 tests/devices/gpu_twins/test_attention_backends.py \
+        tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
+        tests/gpu/test_offload_on_cuda.py
+    for name in attend_piece multiply_tile; do
+        tool "ncu of $name" ncu --clock-control none -k "$name" --launch-count 3 \
+            python3 -m tools.bench.kernel_times --device $device
+    done
+    tool "sanitizer" compute-sanitizer --tool memcheck python3 -m pytest -q -o addopts= \
+        tests/devices/gpu_twins/test_attention_backends.py -k as_many_pieces
 }
 
 ENVIRONMENT='
@@ -132,7 +124,7 @@ import importlib.util, os, platform, shutil, subprocess, torch
 print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 names = "triton flash_attn gguf sentencepiece tokenizers transformers pytest xdist hypothesis"
 print("there:", *[it for it in names.split() if importlib.util.find_spec(it)])
-print("compilers:", *[it for it in ("gcc", "g++", "cc", "nvcc") if shutil.which(it)])
+print("programs:", *[it for it in "gcc g++ cc nvcc ncu compute-sanitizer".split() if shutil.which(it)])
 memory = open("/proc/meminfo").read().split()
 print("host memory GiB", int(memory[1]) >> 20, "free", os.cpu_count(), "cores")
 if torch.cuda.is_available():
@@ -140,8 +132,106 @@ if torch.cuda.is_available():
     subprocess.run(["nvidia-smi"], timeout=20)
 '
 
+# All that a boot checks, each by itself, and what moves bytes.
+CHECKS='
+import dataclasses, sys, time, torch
+from minitri.apps.plan import config_of
+from minitri.core.graphs import GraphPool
+from minitri.core.settings import BACKENDS, GenerationConfig, SpeculationConfig
+from minitri.devices.gpu import attention_backends, fused_modules, quantized_copies
+from minitri.devices.gpu.kernels import problem_with
+from tools.bench.bandwidth import copy_bandwidth
+from tools.bench.synthetic import Setup, random_model
+
+device = torch.device(sys.argv[1])
+on_gpu = device.type == "cuda"
+dtype = torch.bfloat16 if on_gpu else torch.float32
+config = dataclasses.replace(config_of("llama2-7b-128k" if on_gpu else "llama-68m"), num_layers=2)
+settings = (SpeculationConfig(), GenerationConfig(), (0.0, 0.0), dtype, device)
+model = random_model(config, Setup(config, None, *settings))
+
+def replay():
+    x = torch.ones(4, device=device)
+    run, y = GraphPool(device).record(lambda: x + 1)
+    x += 1
+    run()
+    assert y.tolist() == [3.0] * 4
+
+def backend(name):
+    check = attention_backends.check_backend
+    check(attention_backends.make_backend(name), device, dtype, config)
+
+checks = {f"attention {name}": lambda name=name: backend(name) for name in BACKENDS}
+checks["compiled kernels"] = lambda: fused_modules.check_kernels(model)
+checks |= {f"{n} bits": lambda n=n: quantized_copies.check_kernel(model, n) for n in (8, 4)}
+for name, check in checks.items() if on_gpu else [("attention math", lambda: backend("math"))]:
+    started = time.perf_counter()
+    problem = problem_with(check) or "works"
+    print(f"RESULT {name}: {problem}, {time.perf_counter() - started:.1f} s")
+if on_gpu:
+    print("RESULT a replay:", problem_with(replay) or "works")
+for name, hosted in (("copy on the device", False), ("from the host", True)):
+    print(f"RESULT {name}: {copy_bandwidth(device, from_host=hosted) / 1e9:.1f} GB/s")
+'
+
+# Weights are made up once for all that is measured on chip, with the flags of tools.bench.
+ON_CHIP='
+import json, sys, time, torch
+from torch.profiler import ProfilerActivity, profile
+from minitri.core.errors import InputError
+from minitri.core.memory import Models, computing
+from minitri.core.offload.streams import synchronize
+from minitri.core.prefill import prefill
+from minitri.devices.choose import retrieval_copy
+from tools.bench.__main__ import build_parser
+from tools.bench.synthetic import decode, fresh_session, random_model, setup_of
+
+args = build_parser().parse_args(sys.argv[1:])
+setup, [context] = setup_of(args), args.context
+target = random_model(setup.target, setup)
+draft = random_model(setup.draft, setup) if setup.draft else None
+
+def measure(method, copy=None):
+    found = decode(target, draft, context, setup, method, copy)
+    print(json.dumps(found), flush=True)
+    return found["ms_per_token"]
+
+with computing(Models(target, target, draft)):
+    alone = measure("autoregressive")
+    print(f"RESULT alone: {alone:.2f} ms/token", flush=True)
+    for weights in ("same", "int8", "int4"):
+        try:
+            copy = retrieval_copy(target, weights)
+        except InputError as error:
+            print(f"RESULT guesses by {weights}: {error}")
+            continue
+        ms = measure("triforce", copy)
+        print(f"RESULT guesses by {weights}: {ms:.2f} ms/token, {alone / ms:.2f} x", flush=True)
+    session = fresh_session(target, draft, context, setup, "triforce", copy)
+    session.start([0])
+    for _ in range(3):
+        session.step()
+    kind = target.device.type
+    with profile(activities=[ProfilerActivity[kind.upper()]]) as recorded:
+        for _ in range(4):
+            session.step()
+        synchronize(target.device)
+    by = "self_cpu_time_total" if kind == "cpu" else "self_device_time_total"
+    averages = recorded.key_averages()
+    print(averages.table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
+    full, text = session.memory.full, session.sequences[0]
+    for depth in (0, 0, context // 2, context - 1024):  # the first time libraries are loaded
+        full.hold(0, depth, depth)
+        synchronize(target.device)
+        started = time.perf_counter()
+        list(prefill(target, text[: depth + 1025], full, 0, chunk=1024))
+        synchronize(target.device)
+        seconds = time.perf_counter() - started
+        print(f"RESULT prefill of 1,024 tokens after {depth}: {1e3 * seconds:.1f} ms", flush=True)
+'
+
 if [[ ${1:-} == --cpu ]]; then
-    on_cpu=true marked="not slow"  # which takes long on a CPU
+    on_cpu=true device=cpu marked="not slow"  # which takes long on a CPU
     shift
 fi
 for name in "$@"; do
@@ -150,23 +240,23 @@ for name in "$@"; do
         exit 2
     fi
 done
-mkdir -p "$(dirname "$report")" 2> /dev/null
-room=$report.room
-[[ -f $report || ! -e $report ]] && head -c 65536 /dev/zero > "$room" 2> /dev/null
-trap 'rm -f "$room"' EXIT
-echo "#### $(date -u +%Y-%m-%dT%H:%M:%SZ), commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown): ${*:-$CALLS}" | say
+mkdir -p "$report" 2> /dev/null
+head -c 65536 /dev/zero > "$report/room" 2> /dev/null  # for the summary, if the disk is full by then
+trap 'rm -f "$report/room"' EXIT
+note "#### $(date -u +%Y-%m-%dT%H:%M:%SZ), commit $(git rev-parse --short HEAD 2> /dev/null || echo unknown): ${*:-$CALLS}"
 if ! $on_cpu; then
-    timeout -s INT --kill-after="$grace" 60 python3 -c \
-        'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)' < /dev/null 2>&1 | say
-    code=${PIPESTATUS[0]}
+    timeout -s INT --kill-after="$grace" 150 python3 -c \
+        'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)' < /dev/null 2>&1
+    code=$?
     if ((code != 0)); then
-        echo "no CUDA device that python3's PyTorch can use (exit code $code); --cpu makes a dry run" | say
+        note "no CUDA device that python3's PyTorch can use (exit code $code); --cpu makes a dry run"
+        echo "$summary" > "$report/summary.txt"
         exit 3
     fi
 fi
 for name in ${*:-$CALLS}; do
     "call_$name"
 done
-rm -f "$room"
-printf '\nSUMMARY, %d parts failed\n%s' "$failed" "$summary" | say
+rm -f "$report/room"
+printf '%s\n%d parts failed\n' "$summary" "$failed" | sed '/^$/d' | tee "$report/summary.txt"
 exit $((failed < 100 ? failed : 100))

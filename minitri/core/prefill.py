@@ -3,8 +3,7 @@
 The last token of a prompt is not read here: `Stack.start` reads it, and samples the first output
 token. With the cache in host memory each layer reads all chunks before the next layer starts: else
 every chunk would fetch K and V of all earlier ones again, 3.8 TB for 122,880 tokens of a 7B model.
-Legend: T tokens of a chunk, N scored tokens, E hidden size, V vocab, L layers, B rows,
-H query heads, D head dim.
+Legend: T tokens, N scored tokens, E hidden size, L layers, B rows, H query heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,16 +84,16 @@ def read_by_layers(
         num_queries = min(max_queries, len(piece))
         queries.append(empty_queries(model, 1, num_queries) if is_watched else None)
     chunks_BTE = [model.embed(block.tokens_BT) for block in blocks]
-    num_layers = 0  # of all chunks together
-    for number, layer in enumerate(model.layers):
+    for layer in range(L):
+        layers = model.layers[layer : layer + 1]  # of one block, with the kernels of all
         for i, block in enumerate(blocks):
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
             cache = HostedRow(full, b, starts[i])
-            shared = Pass(block, rotary, cache, model.attend, None, queries[i])
-            chunks_BTE[i] = layer.forward(chunks_BTE[i], number, model.windowed(shared))
-            num_layers += 1
-            if num_layers % L == 0 and num_layers < L * len(blocks):
-                yield starts[num_layers // L]
+            shared = Pass(block, rotary, cache, model.attend, None, queries[i], first_layer=layer)
+            chunks_BTE[i] = layers.forward(chunks_BTE[i], model.windowed(shared))
+            num_done = layer * len(blocks) + i + 1  # layers of all chunks together
+            if num_done % L == 0 and num_done < L * len(blocks):
+                yield starts[num_done // L]
     full.hold(b, end, end)  # not `advance`, which fetches layers for a pass: a prompt may follow
     for queries_LBTHD in queries:
         if watch and queries_LBTHD is not None:

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.core.caches.full import FullCache
 from minitri.core.memory import allocate_full_cache
 from minitri.core.model.llama import Llama
@@ -35,17 +34,6 @@ def test_host_memory_is_page_locked_once(caplog):
     host.clear()
     assert not block.is_pinned()
     assert not caplog.records
-
-
-@pytest.mark.takes(seconds=1, gib=1)
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_does_not_fit_is_refused_before_it_is_allocated(offload):
-    """The free memory of the card decides, or that of the host."""
-    model = Llama(tiny_config(), dtype=torch.bfloat16, device=torch.device("cuda"))
-    run, alone = GenerationConfig(1, offload=offload), SpeculationConfig("autoregressive")
-    shape = MemoryShape((10**12,), SamplingParams(), run, alone)
-    with pytest.raises(InputError, match="GiB on the device and .* in host memory"):
-        allocate_full_cache(model, Demand(model.config, None, shape))
 
 
 @pytest.mark.takes(seconds=20, gib=1)

@@ -13,7 +13,7 @@ from minitri.core.offload.streams import host_memory
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which a large tensor is read."""
     data = torch.ones(_num_bytes(device) // 4, device=device)
-    return data.nbytes / _seconds(data.sum)
+    return data.nbytes / median_seconds(data.sum)
 
 
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
@@ -21,7 +21,7 @@ def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)
     source = host_memory(target.nbytes, device) if from_host else torch.empty_like(target)
     source.zero_()
-    seconds = _seconds(lambda: target.copy_(source, non_blocking=True))
+    seconds = median_seconds(lambda: target.copy_(source, non_blocking=True))
     return (1 if from_host else 2) * target.nbytes / seconds
 
 
@@ -33,7 +33,7 @@ def _num_bytes(device: torch.device) -> int:
     return min(1 << 31, free // 4)
 
 
-def _seconds(move: Callable[[], object]) -> float:
+def median_seconds(move: Callable[[], object]) -> float:
     """The median of several times, until a GPU is done, too."""
     timer = Timer("move()", globals={"move": move}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange().median

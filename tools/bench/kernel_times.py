@@ -21,11 +21,11 @@ from minitri.apps.plan import config_of
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.graphs import GraphPool
-from minitri.core.offload.streams import clock_of, synchronize
 from minitri.core.settings import BACKENDS, GenerationConfig, SpeculationConfig
 from minitri.devices.choose import choose_device, retrieval_copy
 from minitri.devices.gpu.attention_backends import make_backend
 from minitri.devices.gpu.kernels import problem_with
+from tools.bench.bandwidth import median_seconds
 from tools.bench.synthetic import Setup, random_model
 
 COPIES = 4
@@ -34,7 +34,6 @@ BLOCKS = (1, 7, 17)
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 WEIGHTS = ("same", "int8", "int4")
 CALLS = 8
-REPLAYS = 5
 
 
 def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
@@ -43,14 +42,8 @@ def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
     def calls() -> Tensor:
         return [run(number) for number in range(CALLS)][-1]
 
-    replay, _ = GraphPool(device).record(calls)
-    clock, seconds = clock_of(device), list[float]()
-    with clock.timed(seconds.append):
-        for _ in range(REPLAYS):
-            replay()
-    synchronize(device)
-    clock.settle()
-    return 1e6 * seconds[0] / (REPLAYS * CALLS)
+    replay = GraphPool(device).record(calls)[0] if device.type == "cuda" else calls
+    return 1e6 * median_seconds(replay) / CALLS
 
 
 def show(name: str, run: Callable[[int], Tensor], num_bytes: int, device: torch.device) -> None:

@@ -58,7 +58,7 @@ class FusedLayers(Layers):
         add = compiled(add_norm)
         x_ME = x_BTE.flatten(0, 1)
         change_ME = torch.zeros_like(x_ME)
-        for number, layer in enumerate(self):
+        for number, layer in enumerate(self, shared.first_layer):
             assert isinstance(layer, Layer)
             norm = layer.input_layernorm
             x_ME, normed_ME = add(x_ME, change_ME, norm.weight, norm.eps)

@@ -6,8 +6,6 @@ Embedding table and norms are those of the model, the LM head has 8 bits.
 Legend: N out_features, E in_features, G groups of a row, Q weights of a group, X bytes of a row.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -19,21 +17,21 @@ from minitri.devices.gpu.kernels import problem_with
 from minitri.devices.replace import copy_with
 
 TOLERANCE = 0.02  # allowed error of the kernel, as a share of the largest result, in bfloat16
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # x W^T, from x and `quantize(W)`
 
 
 class QuantizedLinear(Linear):
     """Linear layer y = x W^T + b with W in 4 or 8 bits."""
 
-    def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
+    def __init__(self, plain: Linear, bits: int) -> None:
         parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
         weights, scales = zip(*parts, strict=True)
         super().__init__(nn.Parameter(torch.cat(weights), requires_grad=False), plain.bias)
-        self.multiply = multiply
         self.scales = nn.Parameter(torch.cat(scales, 1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x, self.weight, self.scales)
+        from minitri.devices.gpu.kernels.weights import multiply  # needs Triton
+
+        y = multiply(x, self.weight, self.scales)
         return y if self.bias is None else y + self.bias
 
 
@@ -62,21 +60,14 @@ def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
     return (bytes_NGX * scales_GN.T.unsqueeze(2)).flatten(1)
 
 
-def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """Product x W^T by the plain formula, the oracle of the Triton kernel."""
-    weight_NE = dequantize(weight_NX, scales_GN)[:, : x.shape[-1]]
-    return (x.float() @ weight_NE.T).to(x.dtype)
-
-
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
     """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if problem := problem_with(lambda: check_kernel(model, bits)):
         raise InputError(f"{wanted} ({problem})", "leave it out")
-    from minitri.devices.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:
-        return QuantizedLinear(layer, 8 if layer.weight is model.lm_head.weight else bits, multiply)
+        return QuantizedLinear(layer, 8 if layer.weight is model.lm_head.weight else bits)
 
     with explain(wanted, "leave it out"):  # raised where memory is short
         return copy_with(model, {Linear: quantized, TiedHead: quantized})
@@ -89,7 +80,8 @@ def check_kernel(model: Llama, bits: int) -> None:
     x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))
     x = x.to(model.device, model.dtype)
     for matrix in (quantize(x, bits), quantize(x, 8)):
-        exact = multiply_math(x, *matrix)
+        exact = x.float() @ dequantize(*matrix).T
         atol = TOLERANCE * float(exact.max())
         for M in (3, 35):
-            torch.testing.assert_close(multiply(x[:M], *matrix), exact[:M], rtol=0, atol=atol)
+            got = multiply(x[:M], *matrix).float()
+            torch.testing.assert_close(got, exact[:M], rtol=0, atol=atol)

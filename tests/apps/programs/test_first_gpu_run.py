@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs calls with a stand-in for python3; their exit code, screen and report."""
+    """Runs calls with a stand-in for python3; their exit code, screen and summary."""
 
     def start(body: str, *calls: str, has_cuda: bool = True, **settings: str):
         folder = tmp_path / "bin"
@@ -30,48 +30,44 @@ def run(tmp_path):
         asked = f'case "$*" in *0?if?torch.cuda*) exit {0 if has_cuda else 3};; esac'
         (folder / "python3").write_text(f"#!/bin/bash\n{asked}\necho ran $*\n{body}\n")
         (folder / "python3").chmod(0o755)
-        report = tmp_path / "out/gpu_report.txt"
+        report = tmp_path / "out"
         env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "GRACE": "1", **settings}
         env["REPORT"] = str(report)
         done = subprocess.run(["bash", SCRIPT, *calls], env=env, capture_output=True, text=True)
-        return done.returncode, done.stdout, report.read_text() if report.is_file() else ""
+        return done.returncode, done.stdout, (report / "summary.txt").read_text()
 
     return start
 
 
-def outcomes(text: str) -> list[str]:
-    """The summary's line on each part, without the seconds."""
-    lines = text.rpartition("SUMMARY")[2].splitlines()
+def outcomes(summary: str) -> list[str]:
+    """Its line on each part, without the seconds."""
+    lines = summary.splitlines()
     return [re.sub(r" \(\d+ s\)", "", line[3:]) for line in lines if line[:2] == "--"]
 
 
-def test_a_report_has_what_every_part_wrote_and_another_call_adds_to_it(run):
-    """Without a device, or a call, it stops at once."""
-    code, screen, report = run("env | grep OFFLINE", "attention")
-    assert code == 0
-    assert "HF_HUB_OFFLINE=1" in report
-    assert report in screen.replace("\r", "")
-    names = ["environment", "kernels against their oracles", "made-up weights on chip"]
-    assert outcomes(report) == [f"{name}: exit code 0" for name in names]
-    code, _, both = run("exit 1", "engine")
-    assert (code, both.startswith(report)) == (2, True)
-    code, screen, report = run("", "attention", has_cuda=False)
-    assert (code, "ran" in screen, "no CUDA device" in report) == (3, False, True)
-    assert run("", "--cpu", "engine", has_cuda=False)[0] == 0
+def test_every_part_writes_a_file_and_results_end_screen_and_summary(run, tmp_path):
+    """Without a device it stops at once, as with an unknown call."""
+    body = 'echo "RESULT $HF_HUB_OFFLINE"; [[ $* != *kernel_times* ]]'
+    code, screen, summary = run(body, "first")
+    assert code == 1
+    names = ["environment", "boot checks", "engines", "7B on chip", "kernel times"]
+    assert outcomes(summary) == [f"{name}: exit code {name == 'kernel times':d}" for name in names]
+    assert (summary.count("RESULT 1"), screen.endswith(summary)) == (len(names), True)
+    assert len([*(tmp_path / "out").iterdir()]) == len(names) + 1
+    code, screen, summary = run("", "first", has_cuda=False)
+    assert (code, "ran" in screen, "no CUDA device" in summary) == (3, False, True)
+    assert run("", "--cpu", "second", has_cuda=False)[0] == 0
     assert run("", "nonsense")[0] == 2
 
 
 @pytest.mark.slow
-def test_a_dry_run_ends_in_time_with_a_complete_report(run, monkeypatch):
-    """Real programs run at small shapes, without real weights; tests are only collected. Where
-    parts differ by their names alone, the command runs once."""
+def test_a_dry_run_ends_in_time_with_results(run, monkeypatch):
+    """Real programs run at small shapes, without real weights; tests are only collected."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # kernels take too long to be timed
-    once = 'grep -qxF -- "$*" $0.ran && exit; echo "$*" >> $0.ran'
-    calls = ("--cpu", "attention", "weights", "engine", "offload")
-    body = f'{once}; exec {sys.executable} "$@"'
-    code, _, report = run(body, *calls, PYTEST_ADDOPTS="--collect-only")
-    assert (code, len(outcomes(report))) == (0, 9)
-    assert all(line.endswith("exit code 0") for line in outcomes(report)), report[-3000:]
+    body = f'[[ $* == *smollm2* ]] || exec {sys.executable} "$@"'
+    code, _, summary = run(body, "--cpu", PYTEST_ADDOPTS="--collect-only")
+    assert (code, len(outcomes(summary))) == (0, 9), summary
+    assert "RESULT guesses by same" in summary
 
 
 def test_weights_arrive_in_pieces_and_are_the_same_but_for_rounding(folder, tmp_path, monkeypatch):

@@ -15,10 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minitri.core.model.llama import Layers
 from minitri.core.offload import offloaded_cache
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.prefill import prefill
 from minitri.core.settings import LONGEST_BLOCK
+from minitri.devices.gpu import fused_modules
+from minitri.devices.gpu.fused_modules import FusedLayers
+from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
 from tests.core.policies import policy_of
 from tests.core.rigs import Rig, near_copy, new_cache, random_prompt
@@ -197,14 +201,17 @@ PROMPT = random_prompt(CONFIG, 200)
 
 @pytest.mark.parametrize("length", [1, 2, 17, 18, 33, 200])
 @pytest.mark.parametrize("on_chip", [0, 2, 4])
-def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
+def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip, monkeypatch):
     """Bits and progress are the same wherever the last chunk of 16 ends, after another row and a
-    prompt that was given up."""
-    model = tiny_model(CONFIG)
+    prompt that was given up, by the kernels between matrices too."""
+    used = set()
+    monkeypatch.setattr(fused_modules, "compiled", lambda function: used.add(function) or function)
+    model = replace_modules(tiny_model(CONFIG), {Layers: FusedLayers})
     exact, ours = new_cache(CONFIG, 2, 300), offloaded(on_chip, 2)
     reading = prefill(model, PROMPT[::-1], ours, 0, chunk=16)
     for _ in range(1 + 5 * on_chip // 2):
         next(reading)
+    assert len(used) == 3
     reading.close()
     assert ours.lengths == [0, 0]
     ours.reset(0)

@@ -1,8 +1,9 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A program computes some columns of the output. Of every `SHARES` groups of W each of its warps reads
-one, and converts it in registers, once. W is the first factor of every product, as a tensor core
-takes 16 rows of the first factor and 8 columns of the second.
+A program computes some columns of the output. W is split along E among its warps: of every `SHARES`
+groups each reads one, and converts it in registers, once. Their sums are added in a fixed order: a
+row's bits do not depend on the rows next to it. W is the first factor of every product, as a tensor
+core takes 16 rows of the first factor and 8 columns of the second.
 
 Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minitri.core.roofline import GROUP
+from minitri.devices.gpu.kernels.flash_decoding import num_processors
 
-SHARES = 4  # groups of a row of W that a program reads at once: one for each of its warps
+COLUMNS = 32  # outputs of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,13 +101,15 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     tl.store(out + place, out_CR.to(out.dtype.element_ty), mask=is_ours)
 
 
-def tile_sizes(M: int, bits: int) -> dict[str, int]:
+def tile_sizes(M: int, bits: int, *, is_narrow: bool) -> dict[str, int]:
     """Tile sizes and launch options of `multiply_tile` for M rows and weights of 4 or 8 bits.
+    `is_narrow`: no multiprocessor has two programs, so that one needs more warps to convert 4 bits.
     At most 99 KiB of shared memory, which GPUs from compute capability 8.0 on have."""
     rows = 8 if M <= 8 else 16
-    stages = 6 if bits == 4 and rows == 8 else 4
-    tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
-    return {**tile, "BITS": bits, "STAGES": stages, "num_warps": SHARES}
+    shares = 16 if is_narrow and bits == 4 else 8
+    stages = 3 if (rows, shares) == (8, 8) else 2
+    tile = {"ROWS": rows, "COLUMNS": COLUMNS, "SHARES": shares, "GROUP": GROUP}
+    return {**tile, "BITS": bits, "STAGES": stages, "num_warps": shares}
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
@@ -118,8 +122,10 @@ def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
         x_ME = x_ME.bfloat16()
     M = len(x_ME)
     out_MN = x.new_empty(M, N)
-    sizes = tile_sizes(M, 8 * weight_NX.shape[1] // (G * GROUP))
-    grid = triton.cdiv(M, sizes["ROWS"]), triton.cdiv(N, sizes["COLUMNS"])
+    num_tiles = triton.cdiv(N, COLUMNS)
+    is_narrow = num_tiles <= num_processors(x.device)
+    sizes = tile_sizes(M, 8 * weight_NX.shape[1] // (G * GROUP), is_narrow=is_narrow)
+    grid = triton.cdiv(M, sizes["ROWS"]), num_tiles
     with torch.cuda.device_of(x):  # else Triton would launch on the current GPU
         multiply_tile[grid](x_ME, weight_NX, scales_GN, out_MN, M, N, G, **sizes)
     return out_MN.view(*x.shape[:-1], N)
