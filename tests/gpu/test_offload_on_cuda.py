@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from minitri.core.caches.full import FullCache
-from minitri.core.memory import allocate_full_cache
 from minitri.core.model.llama import Llama
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import Demand
 from minitri.core.offload.streams import HostMemory
-from minitri.core.shape import MemoryShape
 from tests.core.rigs import tiny_config
 from tests.devices.gpu_twins.conftest import check_blocks
 
