@@ -41,7 +41,7 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for a linear layer over few rows, or over many."""
+    """Arguments of the C++ kernels for a linear layer over few rows or many, or its norm alone."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
@@ -60,12 +60,6 @@ class RotateArguments(Struct):
     """Arguments of the C++ kernel for RoPE of the first heads of each token."""
 
     _fields_ = layout(pointers="x cos sin out", integers="R total H D")
-
-
-class NormArguments(Struct):
-    """Arguments of the C++ kernel for RMSNorm."""
-
-    _fields_ = layout(pointers="x weight out", integers="R E", doubles="eps")
 
 
 class FilterArguments(Struct):

@@ -21,8 +21,7 @@ namespace {
 template <class Op> struct MatrixUnit {
     static constexpr int ROWS = 0;
     static void use(int) {}
-    static void multiply(const typename Op::Unit*, int64_t, Columns<Op>, int, int, float*, bool,
-                         int64_t) {}
+    template <class... Arguments> static void multiply(Arguments...) {}
 };
 
 #ifdef HAS_MATRIX_UNIT
@@ -49,48 +48,42 @@ template <> struct MatrixUnit<Pairs> {
 
     // As the function `multiply` of gemm.h, for the M of `use`. Prefetches rows that are `ahead`
     // units further, unless that is 0.
-    static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns,
+    static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> panels,
                          int num_columns, int steps, float* sums, bool from_zero, int64_t ahead) {
-        int v = 0;
-        auto call = [&](int V, auto product) {
-            for (; v + V * LANES <= num_columns; v += V * LANES, columns.advance(V * columns.panel))
-                product(rows, row_stride, columns, steps, sums + v, num_columns, from_zero, ahead);
-        };
-        asm volatile("" ::: "memory");  // compilers do not know that tiles are read from memory
-        call(4, multiply_tiles<4>);
-        call(1, multiply_tiles<1>);
-        asm volatile("" ::: "memory");
+#define FOR_PANELS(DO)    \
+    {                     \
+        DO(0);            \
+        if (V > 1) DO(1); \
+        if (V > 2) DO(2); \
+        if (V > 3) DO(3); \
     }
-
-    template <int V>
-    static void multiply_tiles(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns,
-                               int steps, float* sums, int64_t sum_stride, bool from_zero,
-                               int64_t ahead) {
-#define FOR_SUMS(DO) DO(0) if constexpr (V == 4){DO(1) DO(2) DO(3)}
-#define START(i)                  \
-    if (from_zero) _tile_zero(i); \
-    else _tile_loadd(i, sums + i * LANES, 4 * sum_stride);
-#define ADD(i)                                                        \
-    _tile_loadd(5, columns.at + i * columns.panel, 4 * columns.step); \
-    _tile_dpbf16ps(i, 4, 5);
-#define FINISH(i) _tile_stored(i, sums + i * LANES, 4 * sum_stride);
-        FOR_SUMS(START)
-        for (int k = 0; k < steps; k += LANES, columns.advance(LANES * columns.step)) {
-            for (int i = 0; columns.next && i < V * LANES; ++i) {
-                __builtin_prefetch(columns.next +
-                                   (i % LANES * columns.step + i / LANES * columns.panel) *
-                                       Pairs::STEP);
+#define LOAD_SUMS(i) _tile_loadd(i, at + i * LANES, 4 * num_columns)
+#define STORE_SUMS(i) _tile_stored(i, at + i * LANES, 4 * num_columns)
+#define ADD_PRODUCTS(i)                                                   \
+    {                                                                     \
+        _tile_loadd(5, columns.at + i * columns.panel, 4 * columns.step); \
+        _tile_dpbf16ps(i, 4, 5);                                          \
+    }
+        asm volatile("" ::: "memory");  // compilers do not know that tiles are read from memory
+        for (int n = 0; n < num_columns; n += 4 * LANES, panels.advance(4 * panels.panel)) {
+            const int V = std::min(4, (num_columns - n) / LANES);
+            float* at = sums + n;
+            Columns<Pairs> columns = panels;
+            if (from_zero) FOR_PANELS(_tile_zero)
+            else FOR_PANELS(LOAD_SUMS)
+            for (int k = 0; k < steps; k += LANES, columns.advance(LANES * columns.step)) {
+                for (int i = 0; columns.next && i < V * LANES; ++i) {
+                    const int64_t place = i % LANES * columns.step + i / LANES * columns.panel;
+                    __builtin_prefetch(columns.next + place * Pairs::STEP);
+                }
+                for (int m = 0; ahead && m < LANES; ++m)
+                    __builtin_prefetch(rows + ahead + (k + m) * LANES, 0, L2);
+                _tile_loadd(4, rows + k, 4 * row_stride);
+                FOR_PANELS(ADD_PRODUCTS)
             }
-            for (int m = 0; ahead && m < LANES; ++m)
-                __builtin_prefetch(rows + ahead + (k + m) * LANES, 0, 2);
-            _tile_loadd(4, rows + k, 4 * row_stride);
-            FOR_SUMS(ADD)
+            FOR_PANELS(STORE_SUMS)
         }
-        FOR_SUMS(FINISH)
-#undef FOR_SUMS
-#undef START
-#undef ADD
-#undef FINISH
+        asm volatile("" ::: "memory");
     }
 };
 #endif

@@ -74,11 +74,11 @@ struct Plan {
 inline Plan plan_tasks(const AttentionArguments& a, bool is_short) {
     Plan p;
     p.G = a.H / a.K;
-    p.width = (a.D + 2 * PANEL - 1) / (2 * PANEL) * 2 * PANEL;
+    p.width = round_up(a.D, 2 * PANEL);
     p.tile_rows = std::min<int64_t>(a.T * p.G, TILE);
-    p.num_tiles = (a.T * p.G + p.tile_rows - 1) / p.tile_rows;
+    p.num_tiles = ceil_div(a.T * p.G, p.tile_rows);
     p.longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;
-    p.num_pieces = is_short ? (p.longest + PIECE - 1) / PIECE : 1;
+    p.num_pieces = is_short ? ceil_div(p.longest, PIECE) : 1;
     p.num_groups = a.B * a.K * p.num_tiles;
     p.part_floats = Part::num_floats(p.tile_rows, p.width);
     // Memory grows with the context, but not with B or K.
@@ -122,27 +122,22 @@ void copy_queries(const AttentionArguments& a, const Task& task, const Plan& pla
     }
 }
 
-// Hides, in the scores of BLOCK slots from `s` on, those that token t does not see.
-inline void mask_scores(const AttentionArguments& a, int64_t b, int64_t t, int64_t s, int64_t end,
-                        float* scores) {
-    const int64_t block = a.lengths[b] - s;  // where the block's tokens begin
-    const int64_t first = std::max<int64_t>(a.mask ? block : block + t + 1, 0);
-    for (int64_t j = first; j < BLOCK; ++j) {
-        const bool is_seen = a.mask && s + j < end && a.mask[t * a.T + j - block];
-        if (!is_seen) scores[j] = MINUS_INFINITY;
-    }
-}
-
-// Scores (M, BLOCK) of the rows [r, r + M) of a task and the slots from `s` on.
+// Scores (M, BLOCK) of the rows [r, r + M) of a task and the slots from `s` on; minus infinity for
+// what a token does not see.
 template <class Op, class Number>
 void score_block(const Work<Op>& w, int r, int M, int64_t s, const Columns<Op, Number>& keys,
                  float* scores) {
-    const int steps = w.width / Op::STEP;
-    const Task& task = w.task;
-    multiply_packed(M, w.queries + r * steps, steps, keys, BLOCK, scores, true);
-    if (s + BLOCK <= w.a.lengths[task.b]) return;  // every token sees all of the prefix
-    for (int m = 0; m < M; ++m)
-        mask_scores(w.a, task.b, (task.first + r + m) / w.G, s, task.end, scores + m * BLOCK);
+    const AttentionArguments& a = w.a;
+    const int64_t steps = w.width / Op::STEP;
+    multiply_packed(M, w.queries + r * steps, int(steps), keys, BLOCK, scores, true);
+    const int64_t block = a.lengths[w.task.b] - s;  // where the block's tokens begin
+    for (int m = 0; m < M && block < BLOCK; ++m) {
+        const int64_t t = (w.task.first + r + m) / w.G;
+        for (int64_t j = std::max<int64_t>(a.mask ? block : block + t + 1, 0); j < BLOCK; ++j) {
+            const bool is_seen = a.mask && s + j < w.task.end && a.mask[t * a.T + j - block];
+            if (!is_seen) scores[m * BLOCK + j] = MINUS_INFINITY;
+        }
+    }
 }
 
 constexpr float SLACK = 8.0f;  // powers of 2
@@ -176,43 +171,28 @@ void update_softmax(float* scores, float scale, const Part& part, int64_t r, int
     store(part.totals + r * LANES, total);
 }
 
-// Turns the scores (M, BLOCK) of the rows from r on into weights of values, as units.
-template <class Op>
-void softmax_block(const Work<Op>& w, int r, int M, float* scores, typename Op::Unit* weights) {
-    const float scale = LOG2_E / std::sqrt(float(w.a.D));
-    for (int m = 0; m < M; ++m) {
-        update_softmax<Op>(scores + m * BLOCK, scale, w.part, r + m, w.width);
-        Op::from_floats(scores + m * BLOCK, BLOCK, weights + m * (BLOCK / Op::STEP));
-    }
-}
-
-// Adds BLOCK values times their weights to the sums of the rows [r, r + M).
-template <class Op, class Number>
-void weigh_block(const Work<Op>& w, int r, int M, const typename Op::Unit* weights,
-                 const Columns<Op, Number>& values) {
-    float* sums = w.part.sums + int64_t(r) * w.width;
-    multiply_packed(M, weights, BLOCK / Op::STEP, values, w.width, sums, false);
-}
-
 // Rows that are multiplied together; the last ones of a matrix unit's may be no rows.
 template <class Op> int rows_together(int64_t R) {
-    const int64_t most = std::max(MatrixUnit<Op>::ROWS, TILE_ROWS),
-                  num_parts = (R + most - 1) / most;
-    return MatrixUnit<Op>::ROWS ? int((R + num_parts - 1) / num_parts) : TILE_ROWS;
+    return int(part_of(R, std::max(MatrixUnit<Op>::ROWS, TILE_ROWS)));
 }
 
-// All rows of a task over the BLOCK slots from `s` on.
+// All rows of a task over the BLOCK slots from `s` on: scores, their softmax, weighted values.
 template <class Op, class Number>
 void attend_block(const Work<Op>& w, int64_t s, Columns<Op, Number> keys,
                   Columns<Op, Number> values) {
     const int R = int(w.task.R), together = rows_together<Op>(R);
+    const float scale = LOG2_E / std::sqrt(float(w.a.D));
     for (int r = 0; r < R; r += together) {
         const int M = std::min(together, R - r);
         alignas(64) float scores[MOST_ROWS * BLOCK];
         alignas(64) typename Op::Unit weights[MOST_ROWS * BLOCK];
         score_block(w, r, M, s, keys, scores);
-        softmax_block(w, r, M, scores, weights);
-        weigh_block(w, r, M, weights, values);
+        for (int m = 0; m < M; ++m) {
+            update_softmax<Op>(scores + m * BLOCK, scale, w.part, r + m, w.width);
+            Op::from_floats(scores + m * BLOCK, BLOCK, weights + m * (BLOCK / Op::STEP));
+        }
+        multiply_packed(M, weights, BLOCK / Op::STEP, values, w.width, w.part.sums + r * w.width,
+                        false);
         keys.next = values.next = nullptr;  // the next block is fetched once
     }
 }

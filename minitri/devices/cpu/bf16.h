@@ -24,8 +24,18 @@ struct Pairs {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*rows)),
                                      (__m512bh)_mm512_loadu_si512(columns));
     }
-    static void transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to);
-    static void interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to);
+    static void transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to) {
+        Widened<float>::transpose(reinterpret_cast<const float*>(rows), stride / 2, n, D / 2,
+                                  reinterpret_cast<float*>(to));
+    }
+    static void interleave(const BFloat16* rows, int64_t stride, int n, int D, int width,
+                           Unit* to) {
+        for (int s = 0; s < BLOCK; s += 2, to += width) {
+            const BFloat16 *even = rows + s * stride, *odd = even + stride;
+            for (int d = 0; d < D; ++d)
+                to[d] = (s < n ? even[d].bits : 0) | (s + 1 < n ? odd[d].bits : 0) << 16;
+        }
+    }
     static void copy_keys(const BFloat16* tiles, int D, Unit* to) {
         std::memcpy(to, tiles, BLOCK * D * sizeof(*tiles));
     }
@@ -57,44 +67,6 @@ struct Pairs {
     }
 };
 
-void Pairs::transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to) {
-    for (int d = 0; d < D; d += 2 * LANES) {
-        int pairs = std::min(LANES, (D - d) / 2);
-        __mmask32 some = pairs == LANES ? ~0u : (1u << 2 * pairs) - 1;
-        for (int s = 0; s < BLOCK; s += LANES) {
-            Vec r[LANES];
-            for (int i = 0; i < LANES; ++i) {
-                const BFloat16* row = rows + (s + i) * stride + d;
-                __builtin_prefetch(row + BLOCK * stride);
-                r[i] = s + i < n ? (Vec)_mm512_maskz_loadu_epi16(some, row) : Vec{};
-            }
-            transpose_square(r);
-            for (int i = 0; i < pairs; ++i)
-                _mm512_storeu_si512(to + (d / 2 + i) * BLOCK + s, (__m512i)r[i]);
-        }
-    }
-}
-
-void Pairs::interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
-                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int s = 0; s < BLOCK; s += 2, to += width) {
-        for (int d = 0; d < D; d += 2 * LANES) {
-            int left = D - d;
-            __mmask32 some = left >= 32 ? ~0u : (1u << left) - 1;
-            const BFloat16* row = rows + s * stride + d;
-            __builtin_prefetch(row + BLOCK * stride);
-            __builtin_prefetch(row + (BLOCK + 1) * stride);
-            __m512i a = _mm512_setzero_si512(), b = a;
-            if (s < n) a = _mm512_maskz_loadu_epi16(some, row);
-            if (s + 1 < n) b = _mm512_maskz_loadu_epi16(some, row + stride);
-            _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-            if (left > LANES)
-                _mm512_storeu_si512(to + d + LANES, _mm512_permutex2var_epi16(a, high, b));
-        }
-    }
-}
 using BFloat16Operand = Pairs;
 #else
 using BFloat16Operand = Widened<BFloat16>;

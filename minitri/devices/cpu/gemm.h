@@ -15,6 +15,11 @@ namespace {
 
 constexpr int L2 = 2;  // prefetch to the second cache: few reads to the first can be in flight
 
+// Loops over a tile of M rows and N outputs (or vectors of them), unrolled.
+#define FOR_TILE(M, N)                                  \
+    _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) \
+        _Pragma("GCC unroll 8") for (int o = 0; o < N; ++o)
+
 // Packed columns (steps, num_columns). If there is a `next` block of columns, as stored, the
 // product prefetches it.
 template <class Op, class Number = typename Op::Unit> struct Columns {
@@ -36,26 +41,15 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
     constexpr int LINE_VECTORS =
         std::clamp(64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)), 1, PANEL / LANES);
     Vec sum[M][V];
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < V; ++v)
-            sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
+    FOR_TILE(M, V) sum[m][o] = from_zero ? Vec{} : load(sums + m * sum_stride + o * LANES);
     for (int k = 0; k < steps; ++k, columns.advance(columns.step)) {
-        if (columns.next) {
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v += LINE_VECTORS)
-                __builtin_prefetch(columns.next + columns.vector(v) * Op::STEP, 0, L2);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) {
-                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k,
-                                         columns.at + columns.vector(v));
-            }
-        }
+        for (int v = 0; columns.next && v < V; v += LINE_VECTORS)
+            __builtin_prefetch(columns.next + columns.vector(v) * Op::STEP, 0, L2);
+        FOR_TILE(M, V)
+        sum[m][o] =
+            Op::multiply(sum[m][o], rows + m * row_stride + k, columns.at + columns.vector(o));
     }
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < V; ++v) store(sums + m * sum_stride + v * LANES, sum[m][v]);
+    FOR_TILE(M, V) store(sums + m * sum_stride + o * LANES, sum[m][o]);
 }
 
 constexpr int TILE_ROWS = 6;

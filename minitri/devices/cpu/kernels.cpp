@@ -18,7 +18,6 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "product.h"
 #include "sampling.h"
 
 namespace {
@@ -86,7 +85,7 @@ struct PassArguments {
     double* seconds;         // (2): added up for linear layers and for attention; or null
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled;  // see `AttentionArguments`
+    int64_t is_tiled;                                             // see `AttentionArguments`
     double eps, scale;  // of norms; of what attention and MLP add
 };
 
@@ -114,19 +113,17 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
             const int64_t slot = p.lengths[b] + t;
             const int64_t at = layer * p.kv_layer + b * p.kv_batch + k * p.kv_head;
             T *keys = static_cast<T*>(p.keys) + at, *values = static_cast<T*>(p.values) + at;
-            if (p.is_tiled) {
-                T rotated[MAX_WIDTH];
-                rotate_head(key, cos, sin, rotated, D);
-                for (int64_t d = 0; d < D; ++d) {
-                    keys[place_in_tiles(slot, d, D, PANEL, Op::STEP)] = rotated[d];
-                    values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
-                }
-                continue;
+            T rotated[MAX_WIDTH];
+            rotate_head(key, cos, sin, rotated, D);
+            for (int64_t d = 0; p.is_tiled && d < D; ++d) {
+                keys[place_in_tiles(slot, d, D, PANEL, Op::STEP)] = rotated[d];
+                values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
             }
-            rotate_head(key, cos, sin, keys + slot * p.kv_slot, D);
+            if (p.is_tiled) continue;
+            std::copy(rotated, rotated + D, keys + slot * p.kv_slot);
             std::copy(value, value + D, values + slot * p.kv_slot);
-            if (!p.raw_keys) continue;
-            std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot);
+            T* raw_keys = static_cast<T*>(p.raw_keys) + at;
+            if (p.raw_keys) std::copy(key, key + D, raw_keys + slot * p.kv_slot);
         }
     }
 }
@@ -139,11 +136,10 @@ template <class Op> void pass(const PassArguments& p) {
     T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
     T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
     auto timed = [&](int part, auto&& work) {
-        if (p.seconds == nullptr) return work();
         const auto started = std::chrono::steady_clock::now();
         work();
         const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
-        p.seconds[part] += taken.count();
+        if (p.seconds) p.seconds[part] += taken.count();
     };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, int64_t stride, bool is_gated) {
@@ -223,8 +219,9 @@ template <class Op> void draft_round(const RoundArguments& a) {
         pass<Op>(p);
         for (int64_t b = 0; b < B; ++b) {
             const int64_t read = i == 0 ? a.num_read[b] : 1;
-            norm<T>({static_cast<T*>(p.x) + (b * p.T + read - 1) * E, a.norm, hidden + b * E, 1, E,
-                     p.eps});
+            const T* last = static_cast<T*>(p.x) + (b * p.T + read - 1) * E;
+            norm<T>({last, a.norm, nullptr, nullptr, nullptr, hidden + b * E, 1, E, 0, 0, 0, 0,
+                     p.eps, 1});
             lengths[b] += read;
         }
         void* logits = a.ids ? static_cast<void*>(rounded) : wide;
@@ -233,7 +230,7 @@ template <class Op> void draft_round(const RoundArguments& a) {
                        outputs, false, a.ids == nullptr, p.eps, 1});
         Pool::get().run(B, B * V, [&](int64_t b) {
             static thread_local Scratch<float> row_memory;
-            const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;
+            const int64_t at = b * a.N + i, padded = round_up(V, LANES);
             const int64_t most = a.table.N + LANES;
             float* row = row_memory.get(most);
             std::fill(row, row + most, MINUS_INFINITY);
@@ -271,17 +268,8 @@ template <class Work> int by_type(int dtype, Work&& work) {
 extern "C" {
 
 const char* minitri_instructions() {
-#if defined(HAS_BF16_PAIRS)
-    return MatrixUnit<Pairs>::ROWS ? "AVX-512 BF16, AMX" : "AVX-512 BF16";
-#elif defined(HAS_AVX512)
-    return "AVX-512";
-#elif defined(HAS_AVX2)
-    return "AVX2";
-#elif defined(__ARM_NEON)
-    return "NEON";
-#else
-    return "plain";
-#endif
+    if (MatrixUnit<BFloat16Operand>::ROWS) return "AVX-512 BF16, AMX";
+    return BFloat16Operand::STEP == 2 ? "AVX-512 BF16" : INSTRUCTIONS;
 }
 
 // Bytes of a struct, or 0 for an unknown name: `abi.py` compares them when it loads this library.
@@ -290,9 +278,8 @@ int64_t minitri_sizeof(const char* name) {
     { #Struct, sizeof(Struct) }
     static const std::map<std::string_view, int64_t> sizes{
         SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ConvertArguments),
-        SIZE(RotateArguments),    SIZE(NormArguments),   SIZE(FilterArguments),
-        SIZE(Matrix),             SIZE(LayerWeights),    SIZE(PassArguments),
-        SIZE(RoundArguments)};
+        SIZE(RotateArguments),    SIZE(FilterArguments), SIZE(Matrix),
+        SIZE(LayerWeights),       SIZE(PassArguments),   SIZE(RoundArguments)};
     const auto found = sizes.find(name);
     return found == sizes.end() ? 0 : found->second;
 }
@@ -313,7 +300,7 @@ KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
 KERNEL(product, LinearArguments, product_of<T>(option, *a))
 KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
 KERNEL(pass, PassArguments, pass<Op>(*a))
-KERNEL(norm, NormArguments, norm<T>(*a))
+KERNEL(norm, LinearArguments, norm<T>(*a))
 KERNEL(round, RoundArguments, draft_round<Op>(*a))
 KERNEL(rotate, RotateArguments, rotate<T>(*a))
 KERNEL(filter, FilterArguments, filter(*a))

@@ -201,9 +201,8 @@ class KernelNorm(RMSNorm):
         out = torch.empty_like(x)
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        arguments = abi.NormArguments(
-            x=x, weight=self.weight, out=out, R=x.numel() // E, E=E, eps=self.eps
-        )
+        arguments = abi.LinearArguments(x=x, norm=self.weight, out=out, E=E, eps=self.eps)
+        arguments.R = x.numel() // E
         self.kernels.call("norm", arguments, x.dtype)
         return out
 

@@ -1,4 +1,5 @@
-// Linear layers of a few rows, with norm, gate and residual, over weights of 4 to 8, 16 or 32 bits.
+// Linear layers of a few rows, with norm, gate and residual, over weights of 4 to 8, 16 or 32 bits;
+// and of many rows, as of prompts, which are bound by arithmetic, not by memory.
 
 #pragma once
 
@@ -7,7 +8,7 @@
 
 namespace {
 
-// A linear layer of a few rows; weights (N, E) are plain numbers, or as `quantized.h` says.
+// A linear layer; weights (N, E) are plain numbers, or as `quantized.h` says.
 struct LinearArguments {
     const void* x;     // (R, E)
     const void* norm;  // (E): x passes through an RMSNorm first; or null
@@ -22,6 +23,7 @@ struct LinearArguments {
     double eps, scale;
 };
 
+constexpr int64_t CHUNK = PANEL;         // outputs that are finished together
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread delays the others little
 constexpr int64_t PREFETCH = 8192;       // bytes that plain weights are fetched ahead
 
@@ -48,79 +50,84 @@ template <class T> struct ShortPairs {
     static constexpr int STEP = GROUP;
 };
 
-// Loops over a tile of M rows and N outputs (or vectors of them), unrolled.
-#define FOR_TILE(M, N)                                  \
-    _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) \
-        _Pragma("GCC unroll 8") for (int o = 0; o < N; ++o)
-
 // Weights that are plain numbers of the operand's type.
 template <class Op> struct Plain {
     using Operand = Op;
-    static constexpr bool IS_PLAIN = true;
     static constexpr int ROWS = TILE_ROWS, OUTPUTS = 4;  // of a tile
     using T = typename Op::Stored;
     const T* weights;
     int64_t E;
+    Columns<Op> columns{};  // x, if a matrix unit multiplies
     explicit Plain(const LinearArguments& a) : weights(static_cast<const T*>(a.weights)), E(a.E) {}
 
+    // Packs x for a matrix unit, padded with zero rows to a multiple of 16, where it fits E.
+    void prepare(const Rows<typename Op::Unit>& rows, int64_t R) {
+        static thread_local Scratch<typename Op::Unit> memory;
+        if (MatrixUnit<Op>::ROWS == 0 || E % (LANES * Op::STEP)) return;
+        const int64_t panel = rows.stride * LANES, num = ceil_div(R, LANES) * panel;
+        auto* to = memory.get(num);
+        std::fill(to, to + num, 0);
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t k = 0; k < rows.stride; ++k)
+                to[r / LANES * panel + k * LANES + r % LANES] = rows.from(r).x[k];
+        columns = {to, LANES, panel};
+    }
+
+    // `multiply` of CHUNK outputs by a matrix unit: weights are its rows (M = 16), x its columns.
+    void multiply_by_unit(int64_t R, int64_t first, float* out) const {
+        static thread_local Scratch<float> memory;
+        const int num_columns = int(round_up(R, LANES)), steps = int(E) / Op::STEP;
+        const auto* rows = reinterpret_cast<const typename Op::Unit*>(weights + first * E);
+        float* sums = memory.get(LANES * num_columns);
+        MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, true,
+                                 LANES * steps);
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t o = 0; o < CHUNK; ++o) out[r * CHUNK + o] = sums[o * num_columns + r];
+    }
+
     template <int M, int N>
-    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[M][N]) const {
+    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, float* out) const {
         constexpr int WIDTH = LANES * Op::STEP;
         constexpr int LINE = std::max(WIDTH, 64 / int(sizeof(T)));  // of a cache
         const T* w[N];
         for (int o = 0; o < N; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
-        Vec local[M][N] = {};
-        auto multiply_line = [&](const T* const* line, int64_t e) {
-#pragma GCC unroll 4
-            for (int i = 0; i < LINE; i += WIDTH) {
-                FOR_TILE(M, N)
-                local[m][o] = Op::dot(local[m][o], line[o] + i,
-                                      rows.x + m * rows.stride + (e + i) / Op::STEP);
-            }
-        };
+        Vec sum[M][N] = {};
         // About PREFETCH bytes for all outputs: later in their rows, or in a next tile of short
         // rows.
         constexpr int64_t FAR = PREFETCH / sizeof(T);
-        const int64_t ahead =
-            2 * E > FAR ? FAR / OUTPUTS : (FAR + OUTPUTS * E - 1) / (OUTPUTS * E) * OUTPUTS * E;
-        int64_t e = 0;
-        for (; e + LINE <= E; e += LINE) {
+        const int64_t ahead = 2 * E > FAR ? FAR / OUTPUTS : round_up(FAR, OUTPUTS * E);
+        for (int64_t e = 0; e < E; e += LINE) {
+            T rest[N][LINE];  // the last numbers of each row, padded with zeros
             const T* line[N];
-#pragma GCC unroll 8
             for (int o = 0; o < N; ++o) {
                 line[o] = w[o] + e;
                 __builtin_prefetch(line[o] + ahead, 0, L2);
-            }
-            multiply_line(line, e);
-        }
-        if (e < E) {
-            T rest[N][LINE] = {};
-            const T* line[N];
-            for (int o = 0; o < N; ++o) {
-                std::copy(w[o] + e, w[o] + E, rest[o]);
+                if (e + LINE <= E) continue;
+                std::fill(std::copy(line[o], w[o] + E, rest[o]), rest[o] + LINE, T{});
                 line[o] = rest[o];
             }
-            multiply_line(line, e);
+            for (int i = 0; i < LINE; i += WIDTH) {
+                const auto* x = rows.x + (e + i) / Op::STEP;
+                FOR_TILE(M, N)
+                sum[m][o] = Op::dot(sum[m][o], line[o] + i, x + m * rows.stride);
+            }
         }
-        FOR_TILE(M, N) sum[m][o] = local[m][o];
+        for (int m = 0; m < M; ++m)
+            for (int o = 0; o < count; ++o) out[m * CHUNK + o] = sum_lanes(sum[m][o]);
     }
 
-    // out (R, count) = R rows of x times `count` rows of the weights from `first` on.
+    // out (R, CHUNK) = R rows of x times `count` rows of the weights from `first` on.
     void multiply(const Rows<typename Op::Unit>& rows, int64_t R, int64_t first, int64_t count,
-                  float* out, int64_t stride) const {
-        const int64_t num_parts = std::max<int64_t>(1, (R + ROWS - 1) / ROWS);
-        const int64_t together = (R + num_parts - 1) / num_parts;
+                  float* out) const {
+        if (columns.at && count == CHUNK) return multiply_by_unit(R, first, out);
+        const int64_t together = part_of(R, ROWS);
         for (int64_t o = 0; o < count; o += OUTPUTS) {
             for (int64_t r = 0; r < R; r += together) {
                 with_constant<ROWS>(int(std::min(together, R - r)), [&](auto M) {
                     constexpr int N = tile_vectors(M);
                     for (int64_t n = o; n < std::min(o + OUTPUTS, count); n += N) {
-                        Vec sum[M][N];
                         const int some = int(std::min<int64_t>(N, count - n));
-                        dots<M, N>(rows.from(r), first + n, some, sum);
-                        for (int m = 0; m < M; ++m)
-                            for (int i = 0; i < some; ++i)
-                                out[(r + m) * stride + n + i] = sum_lanes(sum[m][i]);
+                        dots<M, N>(rows.from(r), first + n, some, out + r * CHUNK + n);
                     }
                 });
             }
@@ -132,133 +139,72 @@ template <class Op> struct Plain {
 template <class T, int BITS> struct Quantized : Layout<BITS> {
     using Operand = ShortPairs<T>;
     using Form = Layout<BITS>;
-    static constexpr bool IS_PLAIN = false;
     static constexpr int ROWS = REGISTERS / 4;  // of a tile
-    static constexpr int PAIRS = GROUP / 2, ALL = PANEL / LANES;
+    static constexpr int ALL = Form::ALL;
     static constexpr int64_t FAR = 32768;   // bytes that weights are fetched ahead
     static constexpr int64_t TOGETHER = 8;  // groups that are unpacked at once, for many rows
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
+    void prepare(const Rows<ShortGroup>&, int64_t) {}
 
-    // total (M rows, V vectors of a panel from `first` on) += the products of group g. `unpack`
-    // gives q of a pair of inputs; `factor` scales of a part of the group, after them offsets.
-    template <int M, int V, class Unpack, class Factor>
-    static void add(const ShortGroup* x, int64_t g, int first, Vec total[M][V], Unpack&& unpack,
-                    Factor&& factor) {
-        constexpr int HALF = PAIRS / Form::SCALES;
-#pragma GCC unroll 2
+    // total (M rows, V vectors of a panel from `first` on) += the products of a group.
+    template <int M, int V, class Group>
+    static void add(const ShortGroup* x, const Group& group, int first, Vec total[M][V]) {
+        constexpr int HALF = Form::PAIRS / Form::SCALES;
         for (int part = 0; part < Form::SCALES; ++part) {
             Ints sum[M][V] = {};
             if (BITS == 6) FOR_TILE(M, V) sum[m][o] += x[m].corrections[part];
 #pragma GCC unroll 16
             for (int pair = part * HALF; pair < (part + 1) * HALF; ++pair) {
                 Shorts q[V];
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) q[v] = unpack(g, pair, first + v);
+                for (int v = 0; v < V; ++v) q[v] = group.q(pair, first + v);
                 FOR_TILE(M, V) sum[m][o] = multiply_pairs(sum[m][o], q[o], x[m].pairs[pair]);
             }
             FOR_TILE(M, V)
-            total[m][o] += factor(g, part, first + o) * x[m].scale * as_floats(sum[m][o]);
+            total[m][o] += group.factor(part, first + o) * x[m].scale * as_floats(sum[m][o]);
         }
         if (!Form::HAS_OFFSETS) return;
-        FOR_TILE(M, V) total[m][o] += factor(g, Form::SCALES, first + o) * x[m].sum;
+        FOR_TILE(M, V) total[m][o] += group.factor(Form::SCALES, first + o) * x[m].sum;
     }
 
-    // out (R, PANEL) = R rows of x times the panel of row `row`, with the same bits for any R. For
+    // out (R, CHUNK) = R rows of x times the panel of row `row`, with the same bits for any R. For
     // many rows weights are unpacked before, else when they are used.
     __attribute__((flatten)) void multiply(const Rows<ShortGroup>& rows, int64_t R, int64_t row,
-                                           int64_t, float* out, int64_t stride) const {
+                                           int64_t, float* out) const {
         const bool is_many = R > 2 * ROWS;
         const uint8_t* panel = Form::panel_of(row);
         const int64_t group_bytes = Form::panel_bytes / Form::groups;
         const int64_t together = is_many ? TOGETHER : Form::groups;
-        Shorts qs[TOGETHER][PAIRS][ALL];
-        Vec factors[TOGETHER][Form::SCALES + 1][ALL];
-        auto unpack = [&](int64_t g, int pair, int v) {
-            return Form::unpack(Form::words_of(panel, g, v * LANES), pair);
-        };
-        auto factor = [&](int64_t g, int part, int v) {
-            return Form::factor(panel, g, part, v * LANES);
-        };
-        auto ready = [&](int64_t g, int pair, int v) { return pinned(qs[g % TOGETHER][pair][v]); };
-        auto ready_factor = [&](int64_t g, int p, int v) { return factors[g % TOGETHER][p][v]; };
+        typename Form::Unpacked ready[TOGETHER];
         for (int64_t from = 0; from < Form::groups; from += together) {
             const int64_t to = std::min(from + together, Form::groups);
-            for (int64_t g = from; is_many && g < to; ++g) {
-                for (int v = 0; v < ALL; ++v) {
-#pragma GCC unroll 16
-                    for (int pair = 0; pair < PAIRS; ++pair)
-                        qs[g % TOGETHER][pair][v] = unpack(g, pair, v);
-                    for (int part = 0; part < Form::SCALES + Form::HAS_OFFSETS; ++part)
-                        factors[g % TOGETHER][part][v] = factor(g, part, v);
-                }
-            }
+            for (int64_t g = from; is_many && g < to; ++g)
+                Form::unpack({*this, panel, g}, ready[g - from]);
             for (int64_t r = 0; r < R; r += ROWS) {
                 with_constant<ROWS>(int(std::min<int64_t>(ROWS, R - r)), [&](auto M) {
                     constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
                     for (int first = 0; first < ALL; first += V) {
-                        float* at = out + r * stride + first * LANES;
+                        float* at = out + r * CHUNK + first * LANES;
                         Vec total[M][V] = {};
-                        if (from) FOR_TILE(M, V) total[m][o] = load(at + m * stride + o * LANES);
+                        if (from) FOR_TILE(M, V) total[m][o] = load(at + m * CHUNK + o * LANES);
                         for (int64_t g = from; g < to; ++g) {
                             const ShortGroup* x = rows.x + g * rows.step + r;
                             if (is_many) {
-                                add<M, V>(x, g, first, total, ready, ready_factor);
+                                add<M, V>(x, ready[g - from], first, total);
                                 continue;
                             }
-#pragma GCC unroll 9
                             for (int line = 0; line <= BITS; ++line)
                                 __builtin_prefetch(panel + g * group_bytes + FAR + line * 64, 0,
                                                    L2);
-                            add<M, V>(x, g, first, total, unpack, factor);
+                            const typename Form::Packed group{*this, panel, g};
+                            add<M, V>(x, group, first, total);
                         }
-                        FOR_TILE(M, V) store(at + m * stride + o * LANES, total[m][o]);
+                        FOR_TILE(M, V) store(at + m * CHUNK + o * LANES, total[m][o]);
                     }
                 });
             }
         }
     }
 };
-
-// Rows of x as packed columns of a matrix unit, padded with zero rows to a multiple of 16.
-template <class Op> Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
-    using Unit = typename Op::Unit;
-    static thread_local Scratch<Unit> memory;
-    const int64_t num = (R + LANES - 1) / LANES * rows.stride * LANES;
-    Unit* to = memory.get(num);
-    std::fill(to, to + num, Unit{});
-    for (int64_t r = 0; r < R; ++r) {
-        Unit* column = to + r / LANES * rows.stride * LANES + r % LANES;
-        for (int64_t k = 0; k < rows.stride; ++k) column[k * LANES] = rows.x[r * rows.stride + k];
-    }
-    return {to, LANES, rows.stride * LANES};
-}
-
-// `multiply` by a matrix unit: weights are its rows (M = 16), x its columns. Weights are read
-// in place unless there are fewer than 16 rows or E is no multiple of 32.
-template <class Op>
-void multiply_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_t R, int64_t first,
-                      int64_t count, float* out, int64_t stride) {
-    using Unit = typename Op::Unit;
-    static thread_local Scratch<Unit> padded_memory;
-    static thread_local Scratch<float> sum_memory;
-    constexpr int64_t WIDTH = LANES * Op::STEP;
-    const int64_t steps = (w.E + WIDTH - 1) / WIDTH * LANES, bytes = w.E * sizeof(*w.weights);
-    const int num_columns = int(R + LANES - 1) / LANES * LANES;
-    const auto* weights = w.weights + first * w.E;
-    auto* rows = reinterpret_cast<const Unit*>(weights);
-    if (count < LANES || w.E % WIDTH) {
-        Unit* padded = padded_memory.get(LANES * steps);
-        std::fill(padded, padded + LANES * steps, Unit(0));
-        for (int64_t o = 0; o < count; ++o)
-            std::memcpy(padded + o * steps, weights + o * w.E, bytes);
-        rows = padded;
-    }
-    float* sums = sum_memory.get(LANES * num_columns);
-    MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, int(steps), sums, true,
-                             LANES * steps);
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t o = 0; o < count; ++o) out[r * stride + o] = sums[o * num_columns + r];
-}
 
 inline Vec silu(Vec x) {
     const Vec e = power_of_2((x > 0.0f ? -x : x) * LOG2_E);
@@ -271,25 +217,6 @@ template <class T> inline void norm_row(float* wide, const T* weight, int64_t E,
     for (int64_t e = 0; e < E; e += LANES) squares += load(wide + e) * load(wide + e);
     const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(E) + float(eps));
     for (int64_t e = 0; e < E; ++e) wide[e] = wide[e] * factor * widen(weight[e]);
-}
-
-struct NormArguments {
-    const void *x, *weight;  // (R, E), (E)
-    void* out;               // (R, E)
-    int64_t R, E;
-    double eps;
-};
-
-template <class T> void norm(const NormArguments& a) {
-    static thread_local Scratch<float> memory;
-    float* wide = memory.get(a.E + LANES);
-    std::fill(wide + a.E, wide + a.E + LANES, 0.0f);
-    for (int64_t at = 0; at < a.R * a.E; at += a.E) {
-        const T* x = static_cast<const T*>(a.x) + at;
-        for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(x[e]);
-        norm_row(wide, static_cast<const T*>(a.weight), a.E, a.eps);
-        for (int64_t e = 0; e < a.E; ++e) narrow(wide[e], static_cast<T*>(a.out) + at + e);
-    }
 }
 
 // A row of x as groups, `step` of them from one to the next.
@@ -323,7 +250,7 @@ template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& 
     using T = typename Op::Stored;
     constexpr bool IN_GROUPS = std::is_same<Op, ShortPairs<T>>::value;
     static thread_local Scratch<typename Op::Unit> row_memory;
-    const int64_t padded = (a.E + 63) / 64 * 64, units = padded / Op::STEP;
+    const int64_t padded = round_up(a.E, 64), units = padded / Op::STEP;
     auto* x = row_memory.get(a.R * units);
     Pool::get().run(a.R, a.R * a.E, [&](int64_t r) {
         static thread_local Scratch<float> wide_memory;
@@ -338,33 +265,33 @@ template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& 
     return IN_GROUPS ? Rows<typename Op::Unit>{x, 1, a.R} : Rows<typename Op::Unit>{x, units};
 }
 
-template <class Weights> void linear(const Weights& weights, const LinearArguments& a) {
+// The RMSNorm alone of rows of x.
+template <class T> void norm(const LinearArguments& a) {
+    const auto rows = prepare_rows<Widened<T>>(a);
+    for (int64_t r = 0; r < a.R; ++r)
+        for (int64_t e = 0; e < a.E; ++e)
+            narrow(rows.from(r).x[e], static_cast<T*>(a.out) + r * a.E + e);
+}
+
+template <class Weights> void linear(Weights weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
     const auto rows = prepare_rows<Op>(a);
-    const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
-    const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
+    weights.prepare(rows, a.R);
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
-    constexpr int64_t CHUNK = PANEL;  // outputs that are finished together
-    const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
+    const int64_t num_chunks = ceil_div(outputs, CHUNK);
     const int64_t per_task =
         std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * Pool::num_threads));
-    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, [&](int64_t task) {
+    Pool::get().run(ceil_div(num_chunks, per_task), a.N * a.E, [&](int64_t task) {
         static thread_local Scratch<float> memory;
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);
-        auto multiply = [&](int64_t first, int64_t count, float* out) {
-            if constexpr (Weights::IS_PLAIN)
-                if (by_unit)
-                    return multiply_by_unit(weights, columns, a.R, first, count, out, CHUNK);
-            weights.multiply(rows, a.R, first, count, out, CHUNK);
-        };
-        if (by_unit) MatrixUnit<Op>::use(LANES);
+        if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(LANES);
         for (int64_t chunk = task * per_task; chunk < last; ++chunk) {
             const int64_t first = chunk * CHUNK, count = std::min(CHUNK, outputs - first);
-            multiply(first, count, a.is_gated ? gates : sums);
+            weights.multiply(rows, a.R, first, count, a.is_gated ? gates : sums);
             if (a.is_gated) {
-                multiply(outputs + first, count, sums);
+                weights.multiply(rows, a.R, outputs + first, count, sums);
                 for (int64_t i = 0; i < a.R * CHUNK; i += LANES)
                     store(sums + i, silu(load(gates + i)) * load(sums + i));
             }
@@ -386,6 +313,52 @@ template <class Op> void linear_of(int form, const LinearArguments& a) {
     if (form == PLAIN) return linear(Plain<Op>(a), a);
     by_bits(form,
             [&](auto bits) { linear(Quantized<typename Op::Stored, bits>(a, form >= NESTED), a); });
+}
+
+constexpr int64_t PRODUCT_ROWS = 512;   // that meet weights at a time, which are unpacked once
+constexpr int64_t PRODUCT_STEPS = 384;  // inputs whose columns fit a cache
+
+// Linear layer of R rows over plain weights, without norm and residual. Each number of the result
+// is one sum over E, in order, whatever R is.
+template <class T> void product(const LinearArguments& a) {
+    const auto rows = prepare_rows<Widened<T>>(a);
+    const int64_t num_chunks = ceil_div(a.N, BLOCK);
+    Pool::get().run(num_chunks, a.R * a.E * a.N, [&](int64_t task) {
+        static thread_local Scratch<float> memory, sum_memory;
+        const int64_t first = task * BLOCK, count = std::min<int64_t>(BLOCK, a.N - first);
+        const T* weights = static_cast<const T*>(a.weights) + first * a.E;
+        float* columns = memory.get(PRODUCT_STEPS * BLOCK);
+        float* sums = sum_memory.get(a.R * BLOCK);
+        for (int64_t k = 0; k < a.E; k += PRODUCT_STEPS) {
+            const int here = int(std::min<int64_t>(PRODUCT_STEPS, a.E - k));
+            Widened<T>::transpose(weights + k, a.E, int(count), here, columns);
+            for (int64_t r = 0; r < a.R; r += TILE_ROWS) {
+                const int M = int(std::min<int64_t>(TILE_ROWS, a.R - r));
+                multiply<Widened<T>>(M, rows.from(r).x + k, rows.stride,
+                                     Columns<Widened<T>>{columns, BLOCK}, BLOCK, here,
+                                     sums + r * BLOCK, k == 0);
+            }
+        }
+        for (int64_t r = 0; r < a.R; ++r) {
+            for (int64_t i = 0; i < count; ++i) {
+                float y = sums[r * BLOCK + i];
+                if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
+                narrow(y, static_cast<T*>(a.out) + r * a.N + first + i);
+            }
+        }
+    });
+}
+
+// The same in parts of rows. Quantized weights meet few and many rows in the same arithmetic.
+template <class T> void product_of(int form, const LinearArguments& a) {
+    LinearArguments some = a;
+    for (int64_t r = 0; r < a.R; r += PRODUCT_ROWS) {
+        some.R = std::min(PRODUCT_ROWS, a.R - r);
+        some.x = static_cast<const T*>(a.x) + r * a.E;
+        some.out = static_cast<T*>(a.out) + r * a.N;
+        if (form == PLAIN) product<T>(some);
+        by_bits(form, [&](auto b) { linear(Quantized<T, b>(some, form >= NESTED), some); });
+    }
 }
 
 }  // namespace

@@ -10,8 +10,18 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HAS_AVX512 1
+constexpr int LANES = 16, REGISTERS = 32;
+constexpr char INSTRUCTIONS[] = "AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define HAS_AVX2 1
+constexpr int LANES = 8, REGISTERS = 16;
+constexpr char INSTRUCTIONS[] = "AVX2";
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4, REGISTERS = 32;
+constexpr char INSTRUCTIONS[] = "NEON";
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+constexpr char INSTRUCTIONS[] = "plain";
 #endif
 #if defined(HAS_AVX512) || defined(HAS_AVX2)
 #include <immintrin.h>
@@ -22,15 +32,6 @@
 
 namespace {
 
-#if defined(HAS_AVX512)
-constexpr int LANES = 16, REGISTERS = 32;
-#elif defined(HAS_AVX2)
-constexpr int LANES = 8, REGISTERS = 16;
-#elif defined(__ARM_NEON)
-constexpr int LANES = 4, REGISTERS = 32;
-#else
-constexpr int LANES = 4, REGISTERS = 16;
-#endif
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -44,6 +45,12 @@ struct BFloat16 {
 struct Float16 {
     uint16_t bits;
 };
+
+// a / b, rounded up; a, rounded up to a multiple of b; the size of the fewest equal parts of a that
+// are at most b.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t part_of(int64_t a, int64_t b) { return a > 0 ? ceil_div(a, ceil_div(a, b)) : 0; }
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
@@ -72,7 +79,7 @@ inline Vec load(const Float16* p) {
 template <class T> inline Vec some(const T* p, int64_t n) {
     if (n >= LANES) return load(p);
     T padded[LANES] = {};
-    std::copy(p, p + n, padded);
+    std::memcpy(padded, p, n * sizeof(T));
     return load(padded);
 }
 // Loads LANES bytes as integers, signed or unsigned; in two steps, which compilers vectorize.
@@ -169,16 +176,9 @@ template <class Combine> inline float fold_lanes(Vec v, Combine&& combine) {
 }
 
 inline float sum_lanes(Vec v) {
-#ifdef HAS_AVX512
-    return _mm512_reduce_add_ps((__m512)v);
-#endif
     return fold_lanes(v, [](auto a, auto b) { return a + b; });
 }
-
 inline float max_lanes(Vec v) {
-#ifdef HAS_AVX512
-    return _mm512_reduce_max_ps((__m512)v);
-#endif
     return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 

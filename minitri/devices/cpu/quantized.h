@@ -34,6 +34,7 @@ template <int BITS> struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
     static constexpr int SCALES = BITS == 6 ? 2 : 1;  // of a group
     static constexpr int WORD_BYTES = PANEL * 4;      // of all rows
+    static constexpr int PAIRS = GROUP / 2, ALL = PANEL / LANES;
     const uint8_t* weights;
     bool is_nested;
     int64_t groups, scales, in_units, offsets, panel_bytes;
@@ -49,26 +50,12 @@ template <int BITS> struct Layout {
         panel_bytes = in_units + is_nested * groups * (SCALES + HAS_OFFSETS) * PANEL;
     }
     const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
-    static const uint8_t* words_of(const uint8_t* panel, int64_t g, int lane) {
-        return panel + g * BITS * WORD_BYTES + lane * 4;
-    }
-
-    // Scales of a part of a group, or, after the last part, its offsets, for the rows of a panel
-    // from `lane` on; all products are exact.
-    Vec factor(const uint8_t* panel, int64_t g, int part, int lane) const {
-        const uint8_t* halves = panel + (part < SCALES ? scales : offsets);
-        if (!is_nested) return halves_at(halves, g, lane);
-        const int64_t place = part < SCALES ? g * SCALES + part : groups + g;
-        const uint8_t* bytes = panel + in_units + place * PANEL + lane;
-        const Ints count = HAS_OFFSETS ? load_bytes<uint8_t>(bytes) : load_bytes<int8_t>(bytes);
-        return halves_at(halves, g / 8, lane) * as_floats(count);
-    }
 
     // Where halves of a group's words have q of a pair of inputs: calls `use` with a word, the
     // first of its bits, the first of q's bits, and how many there are. Few parts make unpacking
     // fast.
     template <class Use> static void visit_fields(int pair, Use&& use) {
-        constexpr int PAIRS = 16 / BITS;  // of a word, except for some whose bits fill gaps
+        constexpr int IN_WORD = 16 / BITS;  // pairs, except for some whose bits fill gaps
         if (BITS == 6 && pair % 8 > 5) {
             use(pair / 8 * 3 + pair % 2, 6, 0, 4);
             use(pair / 8 * 3 + 2, 6 + pair % 2 * 2, 4, 2);
@@ -77,43 +64,58 @@ template <int BITS> struct Layout {
         } else if (BITS == 5 && pair == 15) {
             for (int bit = 0; bit < 5; ++bit) use(bit, 10, bit, 1);
         } else {
-            use(pair / PAIRS, pair % PAIRS * BITS + (BITS == 5 && pair % 3 == 2), 0, BITS);
+            use(pair / IN_WORD, pair % IN_WORD * BITS + (BITS == 5 && pair % 3 == 2), 0, BITS);
         }
     }
 
-    // q of a pair of inputs, int16 in the low and the high half of a lane, of LANES rows; of 6 bits
-    // without the subtraction. `words` are those of a group, of a panel's rows from some lane on.
-    static Shorts unpack(const uint8_t* words, int pair) {
-        Shorts q{};
-        visit_fields(pair, [&](int word, int from, int to, int count) {
-            const Shorts bits = load_shorts(words + word * WORD_BYTES);
-            if (BITS == 8) q = (Shorts)((SignedShorts)(from ? bits : bits << 8) >> 8);
-            else if (from + count == 16) q = bits >> from;
-            else q |= bits >> (from - to) & uint16_t(((1 << count) - 1) << to);
-        });
-        return q;
-    }
+    // A group of a panel, whose weights are unpacked when they are used. The panel's rows are lanes
+    // of ALL vectors.
+    struct Packed {
+        const Layout& form;
+        const uint8_t* panel;
+        int64_t g;
 
-    // The weights of a group, as floats: a vector of LANES rows for each input.
-    void dequantize(const uint8_t* panel, int64_t g, int lane, Vec numbers[GROUP]) const {
-        const uint8_t* words = words_of(panel, g, lane);
-        for (int part = 0; part < SCALES; ++part) {
-            const Vec scale = factor(panel, g, part, lane);
-            const Vec added = HAS_OFFSETS ? factor(panel, g, SCALES, lane) : Vec{};
+        // q of a pair of inputs in vector v: int16 in the low and the high half of a lane, of 6
+        // bits without the subtraction.
+        Shorts q(int pair, int v) const {
+            const uint8_t* words = panel + g * BITS * WORD_BYTES + v * LANES * 4;
+            Shorts q{};
+            visit_fields(pair, [&](int word, int from, int to, int count) {
+                const Shorts bits = load_shorts(words + word * WORD_BYTES);
+                if (BITS == 8) q = (Shorts)((SignedShorts)(from ? bits : bits << 8) >> 8);
+                else if (from + count == 16) q = bits >> from;
+                else q |= bits >> (from - to) & uint16_t(((1 << count) - 1) << to);
+            });
+            return q;
+        }
+
+        // Scales of a part, or, after the last part, offsets, in vector v; all products are exact.
+        Vec factor(int part, int v) const {
+            const auto* halves = reinterpret_cast<const Float16*>(
+                panel + (part < SCALES ? form.scales : form.offsets));
+            const Vec units = load(halves + (form.is_nested ? g / 8 : g) * PANEL + v * LANES);
+            if (!form.is_nested) return units;
+            const int64_t place = part < SCALES ? g * SCALES + part : form.groups + g;
+            const uint8_t* bytes = panel + form.in_units + place * PANEL + v * LANES;
+            return units *
+                   as_floats(HAS_OFFSETS ? load_bytes<uint8_t>(bytes) : load_bytes<int8_t>(bytes));
+        }
+    };
+
+    // A group of a panel, unpacked: q of its pairs of inputs; scales of its parts, then offsets.
+    struct Unpacked {
+        Shorts qs[PAIRS][ALL];
+        Vec factors[SCALES + 1][ALL];
+        Shorts q(int pair, int v) const { return pinned(qs[pair][v]); }
+        Vec factor(int part, int v) const { return factors[part][v]; }
+    };
+    void unpack(const Packed& group, Unpacked& to) const {
+        for (int v = 0; v < ALL; ++v) {
 #pragma GCC unroll 16
-            for (int i = 0; i < GROUP / 2 / SCALES; ++i) {
-                const int pair = part * GROUP / 2 / SCALES + i;
-                const Shorts q = unpack(words, pair) - uint16_t(BITS == 6 ? 32 : 0);
-                const Vec even = as_floats((Ints)q << 16 >> 16), odd = as_floats((Ints)q >> 16);
-                numbers[2 * pair] = HAS_OFFSETS ? scale * even + added : scale * even;
-                numbers[2 * pair + 1] = HAS_OFFSETS ? scale * odd + added : scale * odd;
-            }
+            for (int pair = 0; pair < PAIRS; ++pair) to.qs[pair][v] = group.q(pair, v);
+            for (int part = 0; part < SCALES + HAS_OFFSETS; ++part)
+                to.factors[part][v] = group.factor(part, v);
         }
-    }
-
-  private:
-    static Vec halves_at(const uint8_t* at, int64_t row, int lane) {
-        return load(reinterpret_cast<const Float16*>(at) + row * PANEL + lane);
     }
 };
 
@@ -128,23 +130,30 @@ template <class T, int BITS> void dequantize(bool is_nested, const ConvertArgume
     using Form = Layout<BITS>;
     const Form form(a.weights, a.E, is_nested);
     const int64_t together = a.rows ? 1 : PANEL;
-    Pool::get().run((a.N + together - 1) / together, a.N * a.E, [&](int64_t task) {
+    Pool::get().run(ceil_div(a.N, together), a.N * a.E, [&](int64_t task) {
         const int64_t first = task * together, row = a.rows ? a.rows[task] : first;
         const uint8_t* panel = form.panel_of(row);
         for (int64_t g = 0; g < form.groups; ++g) {
-            for (int lane = 0; lane < PANEL; lane += LANES) {
-                Vec numbers[GROUP];  // of LANES rows, then of rows LANES inputs at a time
-                form.dequantize(panel, g, lane, numbers);
-                for (int from = 0; from < GROUP; from += LANES) transpose_square(numbers + from);
-                for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
-                    const int64_t r = (a.rows ? row : n) % PANEL - lane;
-                    if (r < 0 || r >= LANES) continue;
-                    T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
-                    float wide[GROUP];
-                    for (int from = 0; from < GROUP; from += LANES)
-                        store(wide + from, numbers[from + r]);
-                    for (int i = 0; i < GROUP; ++i) narrow(wide[i], out + i);
+            typename Form::Unpacked group;
+            form.unpack({form, panel, g}, group);
+            float numbers[GROUP][PANEL];
+            for (int i = 0; i < Form::PAIRS * Form::ALL; ++i) {
+                const int pair = i / Form::ALL, v = i % Form::ALL;
+                const Shorts q = group.qs[pair][v] - uint16_t(BITS == 6 ? 32 : 0);
+                const Vec scale = group.factors[pair * Form::SCALES / Form::PAIRS][v];
+                Vec even = scale * as_floats((Ints)q << 16 >> 16);
+                Vec odd = scale * as_floats((Ints)q >> 16);
+                if (Form::HAS_OFFSETS) {
+                    even += group.factors[Form::SCALES][v];
+                    odd += group.factors[Form::SCALES][v];
                 }
+                store(numbers[2 * pair] + v * LANES, even);
+                store(numbers[2 * pair + 1] + v * LANES, odd);
+            }
+            for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
+                const int64_t r = (a.rows ? row : n) % PANEL;
+                T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
+                for (int i = 0; i < GROUP; ++i) narrow(numbers[i][r], out + i);
             }
         }
     });
@@ -236,7 +245,7 @@ template <int BITS> struct Blocks : Layout<BITS> {
 // Rows of a GGUF file as panels; the last row is repeated where it fills no panel.
 template <int BITS> void repack(bool is_nested, const ConvertArguments& a) {
     using Form = Blocks<BITS>;
-    Pool::get().run((a.N + PANEL - 1) / PANEL, a.N * a.E, [&](int64_t task) {
+    Pool::get().run(ceil_div(a.N, PANEL), a.N * a.E, [&](int64_t task) {
         for (int lane = 0; lane < PANEL; lane += LANES) {
             Form form(a, is_nested, task * PANEL + lane);
             uint8_t* panel = static_cast<uint8_t*>(a.out) + task * form.panel_bytes;

@@ -73,13 +73,6 @@ template <class Enough> float cutoff(const float* x, int64_t n, Enough&& is_enou
     return least;
 }
 
-// Replaces n logits by the one-hot distribution of the highest, `top`, the first of equal ones.
-inline void keep_first_highest(float* x, int64_t n, float top) {
-    float* first = std::find(x, x + n, top);
-    std::fill(x, x + n, 0.0f);
-    *first = 1.0f;
-}
-
 // Replaces n logits by probabilities: temperature, then top-k, top-p, min-p, each of what is kept.
 inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float top) {
     const float temperature = float(a.temperature);
@@ -110,9 +103,15 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
         are_nan |= load(x + i) != load(x + i);
     }
     const float top = max_lanes(highest);
-    if (!std::isfinite(top) || sum_lanes(as_floats(are_nan)) != 0) std::fill(x, x + n, NAN);
-    else if (a.temperature == 0) keep_first_highest(x, n, top);
-    else keep_by_filters(a, x, n, top);
+    if (!std::isfinite(top) || sum_lanes(as_floats(are_nan)) != 0) {
+        std::fill(x, x + n, NAN);
+    } else if (a.temperature == 0) {
+        float* first = std::find(x, x + n, top);  // of equal ones
+        std::fill(x, x + n, 0.0f);
+        *first = 1.0f;
+    } else {
+        keep_by_filters(a, x, n, top);
+    }
 }
 
 // Samples a token by inverse CDF, with the bits of `core/decoding/sampling.py:sample`. The n
@@ -132,7 +131,7 @@ inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double 
 }
 
 inline void filter(const FilterArguments& a) {
-    const int64_t padded = (a.V + LANES - 1) / LANES * LANES;
+    const int64_t padded = round_up(a.V, LANES);
     Pool::get().run(a.N, a.N * a.V, [&](int64_t row) {
         static thread_local Scratch<float> memory;
         float* x = memory.get(padded);

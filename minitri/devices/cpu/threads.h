@@ -43,18 +43,17 @@ class Pool {
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        for (; num_workers < num_threads - 1; ++num_workers) {
+        for (; num_workers < num_threads - 1; ++num_workers)
             std::thread(&Pool::work, this, round.load()).detach();
-        }
         current = &task;
         num_tasks = n;
         next.store(0, std::memory_order_relaxed);
         num_busy.store(num_workers, std::memory_order_relaxed);
-        round.fetch_add(1, std::memory_order_seq_cst);
-        if (num_sleeping.load(std::memory_order_seq_cst) > 0) {
+        {
             std::lock_guard<std::mutex> hold(sleep);
-            wake.notify_all();
+            round.fetch_add(1, std::memory_order_release);
         }
+        wake.notify_all();
         take_tasks();
         for (int spins = 0; num_busy.load(std::memory_order_acquire) > 0; ++spins)
             if (spins < SPINS) pause_cpu();
@@ -83,9 +82,7 @@ class Pool {
                 pause_cpu();
             if (round.load(std::memory_order_acquire) == seen) {
                 std::unique_lock<std::mutex> hold(sleep);
-                num_sleeping.fetch_add(1, std::memory_order_seq_cst);
-                wake.wait(hold, [&] { return round.load(std::memory_order_seq_cst) != seen; });
-                num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
+                wake.wait(hold, [&] { return round.load(std::memory_order_acquire) != seen; });
             }
             take_tasks();
             num_busy.fetch_sub(1, std::memory_order_release);
@@ -101,7 +98,6 @@ class Pool {
     alignas(64) std::atomic<uint64_t> round{0};
     alignas(64) std::atomic<int64_t> next{0};
     alignas(64) std::atomic<int> num_busy{0};
-    alignas(64) std::atomic<int> num_sleeping{0};
 };
 
 }  // namespace

@@ -54,8 +54,11 @@ template <class T> struct Widened {
         for (int s = 0; s < BLOCK; s += LANES) {
             for (int d = 0; d < D; d += LANES) {
                 Vec square[LANES];
-                for (int i = 0; i < LANES; ++i)
-                    square[i] = s + i < n ? some(rows + (s + i) * stride + d, D - d) : Vec{};
+                for (int i = 0; i < LANES; ++i) {
+                    const T* row = rows + (s + i) * stride + d;
+                    __builtin_prefetch(row + BLOCK * stride);
+                    square[i] = s + i < n ? some(row, D - d) : Vec{};
+                }
                 transpose_square(square);
                 for (int i = 0; i < std::min(LANES, D - d); ++i)
                     store(to + (d + i) * BLOCK + s, square[i]);
@@ -64,15 +67,9 @@ template <class T> struct Widened {
     }
     // Values (n, D) as columns (BLOCK, width): lanes are numbers of a slot, a step is a slot.
     static void interleave(const T* rows, int64_t stride, int n, int D, int width, Unit* to) {
-        for (int s = 0; s < BLOCK; ++s, to += width) {
-            if (s >= n) {
-                std::fill(to, to + D, 0.0f);
-                continue;
-            }
-            int d = 0;
-            for (; d + LANES <= D; d += LANES) store(to + d, load(rows + s * stride + d));
-            for (; d < D; ++d) to[d] = widen(rows[s * stride + d]);
-        }
+        for (int s = 0; s < BLOCK; ++s, to += width)
+            for (int d = 0; d < D; d += LANES)
+                store(to + d, s < n ? some(rows + s * stride + d, D - d) : Vec{});
     }
     // Keys and values of a BLOCK in tiles, widened; values after the n-th slot are zeros.
     static void copy_keys(const T* tiles, int D, Unit* to) {
