@@ -188,18 +188,17 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     attention = layer.self_attn
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
-    weights = LayerWeights(
+    return LayerWeights(
         qkv=(Matrix * 3)(*map(matrix_of, parts)),
         o=matrix_of(attention.o_proj),
         gate_up=matrix_of(layer.mlp.gate_up_proj),
         down=matrix_of(layer.mlp.down_proj),
         input_norm=layer.input_layernorm.weight,
         post_norm=layer.post_attention_layernorm.weight,
+        q_norm=getattr(attention.q_norm, "weight", None),
+        k_norm=getattr(attention.k_norm, "weight", None),
         is_unrotated=not attention.rotates,
     )
-    if attention.q_norm and attention.k_norm:
-        weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
-    return weights
 
 
 def matrix_of(linear: nn.Module) -> Matrix:
@@ -297,7 +296,7 @@ def quantized_copy(model: Llama) -> Llama:
         is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # of gates, ups
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
-        packed_NX = quantize(layer.plain_weight(torch.float32), form.bits)
+        packed_NX = quantize(layer.plain_weight(torch.float32), form.bits, layer.kernels.repack)
         return type(layer)(layer, layer.kernels, packed_NX, form)
 
     factories: Factories = {

@@ -4,13 +4,13 @@ Groups of 32 weights of a row share a scale and an offset: weight = scale q + of
 matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, which are stored together: q,
 scales, then offsets, each group by group, interleaved over the rows of the panel (`quantized.h`).
 
-Legend: N outputs, E inputs, X bytes of a row, G groups, Q weights of a group, W words, P panels.
+Legend: N outputs, E inputs, X bytes of a row, G groups, Q weights of a group.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
@@ -44,14 +44,19 @@ def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
     return -(-num_rows // PANEL) * PANEL, width
 
 
-def quantize(weight_NE: Tensor, bits: int) -> Tensor:
-    """Quantizes a matrix to 4 bits, from least to largest of each group, or to 8, symmetric."""
+def quantize(weight_NE: Tensor, bits: int, repack: Callable[..., None]) -> Tensor:
+    """Quantizes a matrix to 4 bits, from least to largest of each group, or to 8, symmetric.
+    `repack` is that of the kernels, which put blocks as in a GGUF file (Q4_1, Q8_0) into panels."""
+    N, E = weight_NE.shape
+    packed_NX = torch.empty(packed_shape(N, E, bits), dtype=torch.uint8)
     # Whole panels at a time, which a CPU cache can hold.
-    num_rows = max(1, NUMBERS_AT_ONCE // (PANEL * weight_NE.shape[1])) * PANEL
-    return torch.cat([_quantize_rows(rows, bits) for rows in weight_NE.split(num_rows)])
+    num_rows = max(1, NUMBERS_AT_ONCE // (PANEL * E)) * PANEL
+    for rows, place in zip(weight_NE.split(num_rows), packed_NX.split(num_rows), strict=True):
+        repack(_blocks(rows, bits).numpy(), bits, torch.arange(len(rows)), place, E)
+    return packed_NX
 
 
-def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
+def _blocks(weight_NE: Tensor, bits: int) -> Tensor:
     groups_NGQ = weight_NE.to(torch.float32, copy=True).unflatten(1, (-1, GROUP))
     least = groups_NGQ.amin(2, keepdim=True)  # `aminmax` would take four times as long
     most = groups_NGQ.amax(2, keepdim=True)
@@ -63,20 +68,9 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
         limits = (-127, 127)
         factors = [(torch.maximum(-least, most) / 127).half()]
     groups_NGQ /= factors[0].float().clamp_min(1e-12)
-    quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8).view(torch.uint8)
-    parts = (_words(quants_NGQ, bits), *(factor.squeeze(2) for factor in factors))
-    rows = -len(quants_NGQ) % PANEL
-    lanes = (F.pad(it, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)).transpose(1, 2) for it in parts)
-    panels_P = [it.contiguous().flatten(1).view(torch.uint8) for it in lanes]
-    return torch.cat(panels_P, 1).view(len(quants_NGQ) + rows, -1)
-
-
-def _words(bits_NGQ: Tensor, num_bits: int) -> Tensor:
-    """Packs `num_bits` bits of each q into words (N, W): pairs of q, lowest bits first."""
-    pairs = bits_NGQ.contiguous().flatten(1).view(torch.int16).int()
-    words = pairs & 0xFF | (pairs & 0xFF00) << 8
-    while num_bits < 16:  # the second word of two goes above the bits of the first
-        two = words.view(torch.int64)
-        words = (two | two >> 32 - num_bits).int()
-        num_bits *= 2
-    return words
+    quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8)
+    if bits == 4:
+        low, high = quants_NGQ.chunk(2, 2)
+        quants_NGQ = low | high << 4
+    parts = (part.view(torch.uint8) for part in (*factors, quants_NGQ))
+    return torch.cat([*parts], 2).flatten(1)

@@ -15,7 +15,8 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu import abi
 from minitri.devices.cpu.kernel_layers import KernelLinear
 from minitri.devices.cpu.kernels import KernelRotary, Kernels, load_kernels
-from minitri.devices.cpu.quantized import PANEL, Form, packed_shape, quantize
+from minitri.devices.cpu.quantized import PANEL, Form, packed_shape
+from minitri.devices.cpu.quantized import quantize as quantize_by
 from tests.core.rigs import CPU, GREEDY
 from tests.devices.cpu.conftest import compiled
 from tests.devices.test_attention import random_case, random_mask
@@ -41,6 +42,10 @@ def linear(kernels, x, weight, form=Form.PLAIN, num_outputs=None, bias=None, **o
     """A linear layer of these weights by a compiled kernel."""
     like = Linear(torch.empty(num_outputs or len(weight), x.shape[-1], dtype=x.dtype), bias)
     return KernelLinear(like, kernels, weight, form).multiply(x, **options)
+
+
+def quantize(weight, bits):
+    return quantize_by(weight, bits, load_kernels().repack)
 
 
 def in_tiles(kernels, *slots):

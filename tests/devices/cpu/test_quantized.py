@@ -15,13 +15,13 @@ from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
-from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
+from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
 from minitri.devices.cpu.tiles import tiled_slots
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.gguf.file import FORMS, repack
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
-from tests.devices.cpu.test_kernels import random
+from tests.devices.cpu.test_kernels import quantize, random
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
