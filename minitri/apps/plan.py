@@ -143,7 +143,7 @@ def run_command(args: Namespace) -> None:
         print(
             f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}",
             f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}",
-            f"GB/s: {site.machine.weight_bytes_per_second / 1e9:.0f}, "
+            f"GB/s: {site.machine.bytes_per_second / 1e9:.0f}, "
             f"from the host {site.machine.link_bytes_per_second / 1e9:.3g}\n",
             report.as_table(COLUMNS, rows),
             f"\nGiB on each device with the KV of {best} layers:",

@@ -20,8 +20,7 @@ GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized co
 class Machine:
     """Bandwidths of a machine, and other costs of a forward pass on it."""
 
-    weight_bytes_per_second: float  # at which a pass reads weights
-    kv_bytes_per_second: float  # at which attention reads K and V
+    bytes_per_second: float  # at which a pass reads weights, K and V
     link_bytes_per_second: float  # from host memory to the device
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict
@@ -34,18 +33,18 @@ class Machine:
 
 
 # Fitted to the tables of section "... what auto gains" of tools/RESULTS.md.
-CPU = Machine(30e9, 30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
+CPU = Machine(30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
 NARROW_CPU = replace(
     CPU, share_of_kv=0.16, share_of_rest=0.16, share_of_few_bits=0.3, flops_per_second=150e9
 )
-GPU = Machine(2e12, 2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
+GPU = Machine(2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
 # Nominal machines: of the right order of magnitude, and the same in every run.
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
     """A GPU of these bytes and FLOPs per second; 16 us for 12 launches, 150 us for a verdict."""
-    return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
+    return Machine(speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
 CARDS = {48: card(1e12, 25e9, 100e12), 80: card(2e12, 25e9, 200e12), 1e9: card(4e12, 25e9, 500e12)}
@@ -111,8 +110,8 @@ class PassCost:
 
     def seconds(self, machine: Machine) -> float:
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
-        weights = self.weight_bytes / machine.weight_bytes_per_second
-        kv = self.kv_bytes / machine.kv_bytes_per_second
+        weights = self.weight_bytes / machine.bytes_per_second
+        kv = self.kv_bytes / machine.bytes_per_second
         seconds += weights
         extra = machine.share_of_kv * kv + machine.share_of_rest * seconds
         extra += machine.share_of_few_bits * self.is_in_few_bits * weights

@@ -132,8 +132,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     memory, link = (copy_bandwidth(setup.device, from_host=hosted) for hosted in (False, True))
     machine = dataclasses.replace(
         CARDS[1e9] if setup.device.type == "cuda" else CPU,
-        weight_bytes_per_second=memory,
-        kv_bytes_per_second=memory,
+        bytes_per_second=memory,
         link_bytes_per_second=link,
     )
     plan = setup.speculation.plans[0]

@@ -15,8 +15,7 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu import abi
 from minitri.devices.cpu.kernel_layers import KernelLinear
 from minitri.devices.cpu.kernels import KernelRotary, Kernels, load_kernels
-from minitri.devices.cpu.quantized import PANEL, Form, packed_shape
-from minitri.devices.cpu.quantized import quantize as quantize_by
+from minitri.devices.cpu.quantized import PANEL, Form, packed_shape, quantize
 from tests.core.rigs import CPU, GREEDY
 from tests.devices.cpu.conftest import compiled
 from tests.devices.test_attention import random_case, random_mask
@@ -42,10 +41,6 @@ def linear(kernels, x, weight, form=Form.PLAIN, num_outputs=None, bias=None, **o
     """A linear layer of these weights by a compiled kernel."""
     like = Linear(torch.empty(num_outputs or len(weight), x.shape[-1], dtype=x.dtype), bias)
     return KernelLinear(like, kernels, weight, form).multiply(x, **options)
-
-
-def quantize(weight, bits):
-    return quantize_by(weight, bits, load_kernels().repack)
 
 
 def in_tiles(kernels, *slots):
@@ -119,7 +114,7 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype):
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
     x[0, 1, 5] = math.nan
     for form in (Form.PLAIN, Form.Q4, Form.Q8):
-        matrix = weight if form == Form.PLAIN else quantize(weight, form)
+        matrix = weight if form == Form.PLAIN else quantize(weight, form, load_kernels().repack)
         are_finite = linear(kernels, x, matrix, form).isfinite().all(2)
         assert are_finite.tolist() == [[True, False, True]]
 
@@ -210,7 +205,7 @@ def test_a_kernel_without_memory_or_threads_is_an_error_and_the_next_call_works(
 
 def wrong_calls():
     kernels = load_kernels()
-    multiply = partial(linear, kernels)
+    multiply, pack = partial(linear, kernels), partial(quantize, repack=kernels.repack)
     rotate = lambda x, *turns: KernelRotary(*turns, kernels).rotate(x)  # noqa: E731
     q, k, v, _ = random_case(3, (5, 9))
     mask = torch.ones(3, 3, dtype=torch.bool)
@@ -235,10 +230,10 @@ def wrong_calls():
     for wrong in (weight.bfloat16(), random(10, 65)[:, :64]):
         yield multiply, x, wrong
     yield multiply, x, weight, Form.Q8
-    yield multiply, x, quantize(weight, 4), Form.Q8
-    yield multiply, random(2, 65), quantize(weight, 8), Form.Q8
+    yield multiply, x, pack(weight, 4), Form.Q8
+    yield multiply, random(2, 65), pack(weight, 8), Form.Q8
     for rows in (torch.tensor([10]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32)):
-        yield kernels.dequantize, quantize(weight, 8), 10, 64, Form.Q8, torch.float32, rows
+        yield kernels.dequantize, pack(weight, 8), 10, 64, Form.Q8, torch.float32, rows
     for wrong in (bias[1:], bias.double(), random(20)[::2], bias.view(1, 10)):
         yield multiply, x, weight, {"bias": wrong}
     heads, table = random(2, 3, 4, 8), random(2, 3, 1, 8)
@@ -258,12 +253,8 @@ def test_what_would_be_read_or_written_elsewhere_is_refused():
             function(*arguments, **named)
 
 
-def test_a_name_that_is_no_field_is_refused():
+def test_structs_of_another_size_and_unknown_fields_are_refused():
+    with pytest.raises(OSError, match="AttentionArguments has another size in C"):
+        abi.check_sizes(Mock(**{"minitri_sizeof.return_value": 0}))
     with pytest.raises(AttributeError, match="LinearArguments.* has no attribute 'weight'"):
         abi.LinearArguments(weight=None)
-
-
-def test_a_library_with_structs_of_another_size_is_not_used():
-    library = Mock(**{"minitri_sizeof.return_value": 0})
-    with pytest.raises(OSError, match="AttentionArguments has another size in C"):
-        abi.check_sizes(library)

@@ -15,13 +15,13 @@ from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
-from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
+from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import tiled_slots
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.gguf.file import FORMS, repack
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
-from tests.devices.cpu.test_kernels import quantize, random
+from tests.devices.cpu.test_kernels import random
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -35,7 +35,7 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatc
     groups_NGQ = weight_NE.unflatten(1, (-1, GROUP))
     least, most = groups_NGQ.aminmax(dim=2, keepdim=True)
     steps = (most - least) / 15 if bits == 4 else groups_NGQ.abs().amax(2, keepdim=True) / 127
-    packed_NX = quantize(weight_NE, bits)
+    packed_NX = quantize(weight_NE, bits, load_kernels().repack)
     assert packed_NX.shape == packed_shape(40, E, bits) == (48, packed_NX.shape[1])
     whole = load_kernels().dequantize(packed_NX, 40, E, bits, torch.float32)
     errors = (whole.view_as(groups_NGQ) - groups_NGQ).abs()
@@ -43,7 +43,7 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatc
     assert not errors[7].any()
     for numbers_at_once in (1, E * 17, E * 50):
         monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
-        assert torch.equal(quantize(weight_NE, bits), packed_NX)
+        assert torch.equal(quantize(weight_NE, bits, load_kernels().repack), packed_NX)
 
 
 @pytest.mark.parametrize("kind", FORMS)

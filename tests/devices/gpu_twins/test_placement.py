@@ -142,8 +142,8 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses():
     machine, slot = roofline.GPU, 512 * 1024
     work = Workload(SEVEN_B, DRAFT, 10**6, 4096)
     alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer
-    alone += 2 * weights_per_pass(SEVEN_B) / machine.weight_bytes_per_second
-    whole, small = (alone + n * slot / machine.kv_bytes_per_second for n in (10**6, 4096))
+    alone += 2 * weights_per_pass(SEVEN_B) / machine.bytes_per_second
+    whole, small = (alone + n * slot / machine.bytes_per_second for n in (10**6, 4096))
     assert work.seconds(machine, "retrieval", 0) == pytest.approx(small)
     assert work.seconds(machine, "target", 0) == pytest.approx(whole)
     guessing = whole * (1 + 5 * machine.share_of_kv)
@@ -154,7 +154,7 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses():
     assert hosted == pytest.approx(10**6 * slot / 25e9)
     sliding = replace(SEVEN_B, sliding_window=1000, sliding_layers=tuple(range(8)))
     seconds = replace(work, target=sliding).seconds(machine, "target", 0)
-    assert seconds == pytest.approx(alone + 750_250 * slot / machine.kv_bytes_per_second)
+    assert seconds == pytest.approx(alone + 750_250 * slot / machine.bytes_per_second)
 
 
 def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():

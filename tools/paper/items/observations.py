@@ -52,7 +52,7 @@ def measure_lengths(lab: Lab, settings: Json) -> Json:
     if settings["what"] == "predicted":
         work = Workload(config_of(MODEL), None, num_tokens=context, num_retrieved=0)
         read, card = work.read("target", 0), CARDS[CARD]
-        attention = 1e3 * read.kv_bytes / card.kv_bytes_per_second
+        attention = 1e3 * read.kv_bytes / card.bytes_per_second
         parts = {"attention": attention, "rest": 1e3 * read.seconds(card) - attention}
         return {"weights": read.weight_bytes, "kv": read.kv_bytes, "ms": parts}
     engine = lab.engine(context, **lab.scale.stretched)

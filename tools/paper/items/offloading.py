@@ -62,7 +62,7 @@ def predicted(flags: str) -> Json:
     row = placement(needs, site, host_bytes, on_chip)
     kv_bytes = args.gpus * needs.num_tokens * needs.config.kv_values_per_token * needs.itemsize
     weight_bytes = args.gpus * needs.parts(0)["weights"]
-    weight_ms = 1e3 * weight_bytes / site.machine.weight_bytes_per_second
+    weight_ms = 1e3 * weight_bytes / site.machine.bytes_per_second
     return {
         "on_chip": on_chip,
         "ms": row["ms_per_token"],
