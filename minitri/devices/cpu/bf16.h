@@ -32,6 +32,10 @@ struct Pairs {
                            Unit* to) {
         for (int s = 0; s < BLOCK; s += 2, to += width) {
             const BFloat16 *even = rows + s * stride, *odd = even + stride;
+            for (int d = 0; d < D; d += 2 * LANES) {
+                __builtin_prefetch(even + BLOCK * stride + d);
+                __builtin_prefetch(odd + BLOCK * stride + d);
+            }
             for (int d = 0; d < D; ++d)
                 to[d] = (s < n ? even[d].bits : 0) | (s + 1 < n ? odd[d].bits : 0) << 16;
         }

@@ -43,6 +43,7 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
     Vec sum[M][V];
     FOR_TILE(M, V) sum[m][o] = from_zero ? Vec{} : load(sums + m * sum_stride + o * LANES);
     for (int k = 0; k < steps; ++k, columns.advance(columns.step)) {
+#pragma GCC unroll 4
         for (int v = 0; columns.next && v < V; v += LINE_VECTORS)
             __builtin_prefetch(columns.next + columns.vector(v) * Op::STEP, 0, L2);
         FOR_TILE(M, V)

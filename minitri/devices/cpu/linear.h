@@ -92,25 +92,33 @@ template <class Op> struct Plain {
         const T* w[N];
         for (int o = 0; o < N; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
         Vec sum[M][N] = {};
+        auto multiply_line = [&](const T* const* line, int64_t e) {
+            for (int i = 0; i < LINE; i += WIDTH) {
+                FOR_TILE(M, N)
+                sum[m][o] =
+                    Op::dot(sum[m][o], line[o] + i, rows.x + m * rows.stride + (e + i) / Op::STEP);
+            }
+        };
         // About PREFETCH bytes for all outputs: later in their rows, or in a next tile of short
         // rows.
         constexpr int64_t FAR = PREFETCH / sizeof(T);
         const int64_t ahead = 2 * E > FAR ? FAR / OUTPUTS : round_up(FAR, OUTPUTS * E);
-        for (int64_t e = 0; e < E; e += LINE) {
-            T rest[N][LINE];  // the last numbers of each row, padded with zeros
-            const T* line[N];
+        const T* line[N];
+        int64_t e = 0;
+        for (; e + LINE <= E; e += LINE) {
             for (int o = 0; o < N; ++o) {
                 line[o] = w[o] + e;
                 __builtin_prefetch(line[o] + ahead, 0, L2);
-                if (e + LINE <= E) continue;
-                std::fill(std::copy(line[o], w[o] + E, rest[o]), rest[o] + LINE, T{});
+            }
+            multiply_line(line, e);
+        }
+        if (e < E) {
+            T rest[N][LINE] = {};
+            for (int o = 0; o < N; ++o) {
+                std::copy(w[o] + e, w[o] + E, rest[o]);
                 line[o] = rest[o];
             }
-            for (int i = 0; i < LINE; i += WIDTH) {
-                const auto* x = rows.x + (e + i) / Op::STEP;
-                FOR_TILE(M, N)
-                sum[m][o] = Op::dot(sum[m][o], line[o] + i, x + m * rows.stride);
-            }
+            multiply_line(line, e);
         }
         for (int m = 0; m < M; ++m)
             for (int o = 0; o < count; ++o) out[m * CHUNK + o] = sum_lanes(sum[m][o]);
@@ -150,6 +158,7 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     template <int M, int V, class Group>
     static void add(const ShortGroup* x, const Group& group, int first, Vec total[M][V]) {
         constexpr int HALF = Form::PAIRS / Form::SCALES;
+#pragma GCC unroll 2
         for (int part = 0; part < Form::SCALES; ++part) {
             Ints sum[M][V] = {};
             if (BITS == 6) FOR_TILE(M, V) sum[m][o] += x[m].corrections[part];

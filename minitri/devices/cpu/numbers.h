@@ -176,6 +176,9 @@ template <class Combine> inline float fold_lanes(Vec v, Combine&& combine) {
 }
 
 inline float sum_lanes(Vec v) {
+#ifdef HAS_AVX512
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     return fold_lanes(v, [](auto a, auto b) { return a + b; });
 }
 inline float max_lanes(Vec v) {
