@@ -112,7 +112,7 @@ call_second() {
         tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_offload_on_cuda.py
     for name in attend_piece multiply_tile; do
-        tool "ncu of $name" ncu --clock-control none -k "$name" --launch-count 3 \
+        tool "ncu of $name" ncu --clock-control none -k "regex:$name" --launch-count 3 \
             python3 -m tools.bench.kernel_times --device $device
     done
     tool "sanitizer" compute-sanitizer --tool memcheck python3 -m pytest -q -o addopts= \
@@ -176,7 +176,7 @@ for name, hosted in (("copy on the device", False), ("from the host", True)):
 
 # Weights are made up once for all that is measured on chip, with the flags of tools.bench.
 ON_CHIP='
-import json, sys, time, torch
+import gc, json, sys, time, torch
 from torch.profiler import ProfilerActivity, profile
 from minitri.core.errors import InputError
 from minitri.core.memory import Models, computing
@@ -192,6 +192,7 @@ target = random_model(setup.target, setup)
 draft = random_model(setup.draft, setup) if setup.draft else None
 
 def measure(method, copy=None):
+    gc.collect()  # the KV cache of the last run
     found = decode(target, draft, context, setup, method, copy)
     print(json.dumps(found), flush=True)
     return found["ms_per_token"]
