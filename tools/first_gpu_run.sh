@@ -213,7 +213,7 @@ with computing(Models(target, target, draft)):
     for _ in range(3):
         session.step()
     kind = target.device.type
-    with profile(activities=[ProfilerActivity[kind.upper()]]) as recorded:
+    with profile(activities=[getattr(ProfilerActivity, kind.upper())]) as recorded:
         for _ in range(4):
             session.step()
         synchronize(target.device)
