@@ -92,10 +92,10 @@ call_first() {
 }
 
 call_second() {
-    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000
+    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000 new=48
     local shape=(--shape llama2-7b-128k --context 122880 --context 32768 --offload --on-chip 0)
     if $on_cpu; then
-        tokens=300
+        tokens=300 new=8
         shape=(--shape llama-68m --context 400 --context 300 --budget 64 --num-recent-tokens 16)
     fi
     part "offload" 200 python3 -W default -m tools.bench --load dummy --json --method triforce \
@@ -105,9 +105,9 @@ call_second() {
         python3 -m tools.weight_pieces --join "$PIECES" "$model"
     fi
     local how=(--model "$model" --draft "$draft" --device $device)
-    part "selftest" 150 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
+    part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens $new --json
     part "methods" 100 python3 -m minitri bench --compare "${how[@]}" --max-prompt-tokens $tokens \
-        --max-new-tokens 64 --seeds 1 --json
+        --max-new-tokens $new --seeds 1 --json
     tests "oracles" 150 tests/devices/gpu_twins/test_attention_backends.py \
         tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_offload_on_cuda.py
