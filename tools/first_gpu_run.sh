@@ -92,10 +92,10 @@ call_first() {
 }
 
 call_second() {
-    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000
+    local model=${MODEL:-smollm2-135m} draft=${DRAFT:-weights/smollm2-135m-draft} tokens=4000 new=48
     local shape=(--shape llama2-7b-128k --context 122880 --context 32768 --offload --on-chip 0)
     if $on_cpu; then
-        tokens=300
+        tokens=300 new=8
         shape=(--shape llama-68m --context 400 --context 300 --budget 64 --num-recent-tokens 16)
     fi
     part "offload" 200 python3 -W default -m tools.bench --load dummy --json --method triforce \
@@ -105,14 +105,14 @@ call_second() {
         python3 -m tools.weight_pieces --join "$PIECES" "$model"
     fi
     local how=(--model "$model" --draft "$draft" --device $device)
-    part "selftest" 150 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
+    part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens $new --json
     part "methods" 100 python3 -m minitri bench --compare "${how[@]}" --max-prompt-tokens $tokens \
-        --max-new-tokens 64 --seeds 1 --json
+        --max-new-tokens $new --seeds 1 --json
     tests "oracles" 150 tests/devices/gpu_twins/test_attention_backends.py \
         tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_offload_on_cuda.py
     for name in attend_piece multiply_tile; do
-        tool "ncu of $name" ncu --clock-control none -k "$name" --launch-count 3 \
+        tool "ncu of $name" ncu --clock-control none -k "regex:$name" --launch-count 3 \
             python3 -m tools.bench.kernel_times --device $device
     done
     tool "sanitizer" compute-sanitizer --tool memcheck python3 -m pytest -q -o addopts= \
@@ -176,7 +176,7 @@ for name, hosted in (("copy on the device", False), ("from the host", True)):
 
 # Weights are made up once for all that is measured on chip, with the flags of tools.bench.
 ON_CHIP='
-import json, sys, time, torch
+import gc, json, sys, time, torch
 from torch.profiler import ProfilerActivity, profile
 from minitri.core.errors import InputError
 from minitri.core.memory import Models, computing
@@ -192,6 +192,7 @@ target = random_model(setup.target, setup)
 draft = random_model(setup.draft, setup) if setup.draft else None
 
 def measure(method, copy=None):
+    gc.collect()  # the KV cache of the last run
     found = decode(target, draft, context, setup, method, copy)
     print(json.dumps(found), flush=True)
     return found["ms_per_token"]
@@ -212,7 +213,7 @@ with computing(Models(target, target, draft)):
     for _ in range(3):
         session.step()
     kind = target.device.type
-    with profile(activities=[ProfilerActivity[kind.upper()]]) as recorded:
+    with profile(activities=[getattr(ProfilerActivity, kind.upper())]) as recorded:
         for _ in range(4):
             session.step()
         synchronize(target.device)

@@ -76,26 +76,26 @@ def read_by_layers(
     if not starts:
         return
     blocks = list[Block]()
-    queries = list[Tensor | None]()
+    queries = dict[int, Tensor]()  # by the numbers of chunks
     for start in starts:
         piece = prompt[start : min(start + chunk, end)]
+        if watch and start + chunk > end - max_queries:
+            queries[len(blocks)] = empty_queries(model, 1, min(max_queries, len(piece)))
         blocks.append(make_block(model, [piece], HostedRow(full, b, start)))
-        is_watched = watch and start + chunk > end - max_queries
-        num_queries = min(max_queries, len(piece))
-        queries.append(empty_queries(model, 1, num_queries) if is_watched else None)
     chunks_BTE = [model.embed(block.tokens_BT) for block in blocks]
+    num_layers = 0  # of all chunks together
     for layer in range(L):
-        layers = model.layers[layer : layer + 1]  # of one block, with the kernels of all
+        alone = model.layers[layer : layer + 1]  # with the kernels of all
         for i, block in enumerate(blocks):
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
-            cache = HostedRow(full, b, starts[i])
-            shared = Pass(block, rotary, cache, model.attend, None, queries[i], first_layer=layer)
-            chunks_BTE[i] = layers.forward(chunks_BTE[i], model.windowed(shared))
-            num_done = layer * len(blocks) + i + 1  # layers of all chunks together
-            if num_done % L == 0 and num_done < L * len(blocks):
-                yield starts[num_done // L]
+            seen = (HostedRow(full, b, starts[i]), model.attend, None, queries.get(i))
+            shared = Pass(block, rotary, *seen, first_layer=layer)
+            chunks_BTE[i] = alone.forward(chunks_BTE[i], model.windowed(shared))
+            num_layers += 1
+            if num_layers % L == 0 and num_layers < L * len(blocks):
+                yield starts[num_layers // L]
     full.hold(b, end, end)  # not `advance`, which fetches layers for a pass: a prompt may follow
-    for queries_LBTHD in queries:
-        if watch and queries_LBTHD is not None:
+    if watch:
+        for queries_LBTHD in queries.values():
             watch(queries_LBTHD[:, 0])
     yield end

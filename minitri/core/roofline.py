@@ -42,12 +42,12 @@ GPU = Machine(2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
 # Nominal machines: of the right order of magnitude, and the same in every run.
 
 
-def card(speed: float, link: float, flops: float) -> Machine:
+def card(speed: float, flops: float, link: float = 25e9) -> Machine:
     """A GPU of these bytes and FLOPs per second; 16 us for 12 launches, 150 us for a verdict."""
     return Machine(speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
-CARDS = {48: card(1e12, 25e9, 100e12), 80: card(2e12, 25e9, 200e12), 1e9: card(4e12, 25e9, 500e12)}
+CARDS = {48: card(1e12, 100e12), 80: card(2e12, 200e12), 1e9: card(4e12, 500e12)}
 """Typical GPUs by memory in GiB: small cards, an A100 and an H200, with PCIe 4.0 x16."""
 
 
