@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import minitri
 from minitri import Request
-from tests.conftest import edit_json, texts_of, write_hf_folder
+from tests.conftest import edit_json, load, texts_of, write_hf_folder
 from tests.core.rigs import fresh_read, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
 from tests.files.test_checkpoint import as_gguf
@@ -73,13 +72,10 @@ SMALL |= {"rebuild_stride": 9, "prefill_chunk": 16}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def path(kind, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+def path(request, tmp_path_factory):
+    """A folder with the name of its kind."""
+    kind = request.param
+    folder = tmp_path_factory.mktemp("models") / kind
     write_hf_folder(folder, model_type=kind.split(",")[0], **KINDS[kind][0])
     if kind == "gemma3_text":  # as its makers wrote it, not as `transformers` does today
         edit_json(folder / "config.json", **OLD)
@@ -94,10 +90,6 @@ def draft(path):
     noisy = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
     save_file(noisy, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def load(path, **options) -> minitri.Engine:
-    return minitri.load(str(path), dtype="float32", device="cpu", **options)
 
 
 def check_logits(path, *sources):
@@ -121,7 +113,8 @@ def test_logits_equal_transformers_one_shot_chunked_and_incremental(variant, tmp
     check_logits(path, path)
 
 
-def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_path):
+def test_logits_equal_those_of_transformers_and_of_a_gguf_file(path, tmp_path):
+    kind = path.name
     family = ARCHITECTURES.get(kind, kind.split(",")[0])
     changes = {f"{family}.{key}": value for key, value in KINDS[kind][1].items()}
     if "," in kind:
