@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from minitri.core.decoding import sampling
 from minitri.core.decoding.sampling import (
     probs_by_tensor,
     probs_from_logits,
@@ -100,7 +99,7 @@ def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeyp
     logits[0, 0] = 20.0  # one row is done at once, the others are not
     params = SamplingParams(1.5, top_p=0.9)
     whole = probs_from_logits(logits, params)
-    monkeypatch.setattr(sampling, "TOP_P_PREFIXES", (4, 8))
+    monkeypatch.setattr("minitri.core.decoding.sampling.TOP_P_PREFIXES", (4, 8))
     assert torch.equal(probs_from_logits(logits, params), whole)
 
 
