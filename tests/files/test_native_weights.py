@@ -106,13 +106,17 @@ def test_matrices_stay_quantized_where_a_product_has_one_form(
     assert error < ROUNDING["float32"]
 
 
-def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
-    """The copy shares the LM head, which has 8 bits in both."""
-    path = as_gguf(folders["untied"], tmp_path / "4.gguf", kind="Q4_1")
-    for how in ({"draft_weights": "int4"}, {"weights": "auto"}):
-        engine = load(path, **how)
-        assert engine.model.lm_head.form == Form.Q4
-        assert engine.models.retrieval is engine.model
+def test_a_model_of_few_bits_guesses_itself_and_a_mixed_one_by_a_copy(folders, tmp_path):
+    """Unless it is told otherwise. The copy shares the LM head, which has 8 bits in both."""
+    for kind, how, has_copy in (
+        ("Q4_1", {"weights": "auto"}, False),
+        ("Q4_1", {"draft_weights": "int4"}, False),
+        ("Q8_0", {}, False),
+        ("Q8_0", {"draft_weights": "int4"}, True),
+        ("Q5_0", {"weights": "dense", "draft_weights": "same"}, False),
+    ):
+        engine = load(as_gguf(folders["untied"], tmp_path / "it.gguf", kind=kind), **how)
+        assert (engine.models.retrieval is not engine.model) == has_copy
     path = as_gguf(folders["untied"], tmp_path / "8.gguf", kind="Q8_0", v_proj="F16")
     engine = load(path)
     twin = engine.models.retrieval
