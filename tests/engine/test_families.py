@@ -132,7 +132,7 @@ def test_no_stage_batch_or_tree_changes_the_text(path, draft, monkeypatch):
     prompts.append([*prompts[0][:70], 5, 6])
     make = functools.partial(offloaded, 1, 2, 512, config=engine.config)
     for place, way in enumerate(WAYS):
-        coupled = place % 2 == 0
+        coupled = place % 2 == 1
         fields = {"temperature": 0.8 * coupled, "max_new_tokens": 12, "ignore_eos": True}
         requests = [Request(prompt, 7, **fields) for prompt in prompts]
         how = {**SMALL, "coupled": coupled}
