@@ -87,6 +87,7 @@ def edit_json(file: Path, **changes) -> None:
 
 
 tiny_model = functools.partial(rigs.tiny_model, attend=attend_cpu)
+load = functools.partial(minitri.load, dtype="float32", device="cpu")
 
 
 def fill(cache, other):
@@ -158,7 +159,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(folder) -> minitri.Engine:
-    return minitri.load(str(folder), dtype="float32", device="cpu")
+    return load(folder)
 
 
 @pytest.fixture(scope="session")

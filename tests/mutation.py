@@ -32,10 +32,10 @@ class Mutant:
     is_quick: bool = False
 
 
-def read_table(table: str) -> list[Mutant]:
-    """Mutants of a text: tests, and under each its bugs."""
+def read_table(file: Path) -> list[Mutant]:
+    """Mutants of a file: tests, and under each its bugs."""
     mutants, killer = list[Mutant](), ""
-    for line in re.sub(r"\n {4,}", " ", table).splitlines():
+    for line in re.sub(r"\n {4,}", " ", file.read_text("utf-8")).splitlines():
         if line.startswith("  "):
             name, bug = line.strip().split(" | ")
             place, new = bug.split(" => ")

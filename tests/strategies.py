@@ -5,7 +5,6 @@ small numbers, where the edges of blocks, chunks and windows meet.
 """
 
 import functools
-import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from minitri.core.errors import MAX_COUNT
 from minitri.core.settings import METHODS, VERIFICATIONS
 from minitri.text.prompt_ids import MAX_SEED
 from tests.conftest import tiny_engine, tiny_model
-from tests.core.policies import NAMES
 from tests.core.rigs import near_copy, trimmed_copy
 
 VOCAB = 320
@@ -34,27 +32,6 @@ GRAMMARS = [
     Grammar("choice", '["She had", "She had been", "the sea", "日本"]'),
     Grammar("choice", '["She had been forced into prudence in her youth -- or so they said!"]'),
 ]
-
-
-WRONG = {
-    "method": ["triforc", None],
-    "policy": ["lru", ["h2o"], object()],
-    "tree": ["0", "4x", "65", "8x9", "4 x 3", 16, "9" * 99],
-    "gamma1": [0, 65, 10**12, 2.0, "3", True],
-    "budget": [0, 7.5, 12],
-    "rebuild_stride": [0, 2**31, "often"],
-    "coupled": [1, None],
-    "temperature": [-1, 1e-9, 101, math.nan, "1", None, True],
-    "top_k": [-1, 2.5],
-    "logit_bias": [{-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
-    "bad_words": [("",), 3, ("\ud800",)],
-    "grammar": ["x", {}],
-    "max_new_tokens": [0, 8.0, 2**31, None],
-    "stop": [("",), ("\ud800",), (3,), 3, {"END"}],
-    "logprobs": [-1, 21],
-    "offload": [1],
-    "on_chip": [-1, 1.5],
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,7 @@ def case_of(number: int) -> Case:
     has_wide_windows = drafter == "lookup" or rarely(10)  # else some would be refused
     settings = {
         "method": rng.choice(["triforce", *METHODS]),
-        "policy": rng.choice(["retrieval", *NAMES]),
+        "policy": rng.choice(["retrieval", "retrieval", "received"]),
         "verification": rng.choice(VERIFICATIONS),
         "gamma1": small(6, None, 64),
         "gamma2": small(6, None, 64),

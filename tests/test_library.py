@@ -15,16 +15,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import (
-    End,
-    Generation,
-    GenerationConfig,
-    Grammar,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-)
+from minitri import End, Grammar, InputError, Request
 from minitri.core.model.block import read_block
 from minitri.devices.cpu.build import has_kernels
 from minitri.text.tokenizer import ChatTemplate
@@ -48,9 +39,11 @@ def test_waiting_threads_of_pytorch_leave_the_cores_to_the_kernels(monkeypatch):
 
 
 def test_keywords_say_what_settings_say(engine):
-    groups = SamplingParams(0.9, top_p=0.95), GenerationConfig(9, stop="e", logprobs=1)
-    speculation = SpeculationConfig("naive", gamma1=2)
-    [wanted] = engine.stream([Request("She had", 3, *groups)], speculation=speculation).results()
+    sampling = minitri.SamplingParams(0.9, top_p=0.95)
+    generation = minitri.GenerationConfig(9, stop="e", logprobs=1)
+    speculation = minitri.SpeculationConfig("naive", gamma1=2)
+    request = Request("She had", 3, sampling, generation)
+    [wanted] = engine.stream([request], speculation=speculation).results()
     fields = {"temperature": 0.9, "top_p": 0.95, "max_new_tokens": 9, "stop": "e", "logprobs": 1}
     done = engine.complete("She had", seed=3, method="naive", gamma1=2, **fields)
     run = engine.stream([Request("She had", 3, **fields)], method="naive", gamma1=2)
@@ -94,6 +87,7 @@ def test_a_schema_is_json_a_dictionary_or_a_class_and_a_keyword_of_its_own(engin
     schema = {"enum": [17, "x"]}
     assert Grammar("json_schema", schema) == Grammar("json_schema", json.dumps(schema))
     assert Grammar("choice", ["a"]) == Grammar("choice", '["a"]')
+    assert Grammar("json_schema", {"enum": [":" * 9999]})  # which has one key
     assert json.loads(Grammar("json_schema", Answer).text)["required"] == ["number"]
     how = {"max_new_tokens": 40, "temperature": 1}
     assert engine.complete("x", json_schema=schema, **how).text in {"17", '"x"'}
@@ -235,7 +229,7 @@ async def ask(engine):
 
 @pytest.mark.parametrize("method", ["submit", "__next__"])
 def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, caplog):
-    broken = patch.object(Generation, method, side_effect=RuntimeError("broken"))
+    broken = patch.object(minitri.Generation, method, side_effect=RuntimeError("broken"))
     with tiny_engine() as engine:
         with broken, pytest.raises(RuntimeError, match="broken"):
             asyncio.run(ask(engine))

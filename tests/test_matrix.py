@@ -42,7 +42,6 @@ WAYS |= {
     "triforce, single guesses": way("triforce", "unrelated", SINGLE),
     "triforce, rebuilt often": way("triforce", "unrelated", OFTEN),
     "triforce, long guesses": way("triforce", "unrelated", LONG),
-    "triforce, streaming": way("triforce", sizes=OFTEN, policy="streaming"),
     "triforce, received": way("triforce", sizes=OFTEN, policy="received"),
     "triforce, by token": way("triforce", verification="token"),
     "triforce, plug-in, tree 4": way("triforce", "plug-in", tree="4"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minitri
-from tests.conftest import settings_of
+from tests.conftest import load, settings_of
 from tests.core.rigs import WARM
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
@@ -46,7 +46,7 @@ def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri
 
 
 def test_a_drafter_is_given_to_load(folder):
-    engine = minitri.load(str(folder), drafter=Sometimes(), dtype="float32", device="cpu")
+    engine = load(folder, drafter=Sometimes())
     assert complete(engine, GREEDY, "naive").stats.levels[0].num_draft_tokens
     assert engine.models.drafter_name == "Sometimes"
     for wrong in ({"drafter": 5}, {"drafter": Sometimes(), "draft": "suffix"}):

@@ -68,7 +68,11 @@ def run(case: Case, rows: slice = slice(None), **speculation) -> list[Output] | 
 def check_counts(ends: list[End]) -> None:
     stats, lengths = ends[0].stats, [len(end.token_ids) for end in ends]
     assert stats.num_generated_tokens == sum(lengths)
-    assert stats.num_decoded_tokens == sum(lengths) - len(lengths)
+    num_decoded = stats.num_decoded_tokens
+    assert num_decoded == sum(lengths) - len(lengths)
+    if num_decoded:
+        speed = num_decoded / stats.decode_seconds
+        assert stats.tokens_per_second == pytest.approx(speed, rel=1e-6)
     num_cached = sum(end.row_stats.num_cached_tokens for end in ends)
     assert stats.num_prefilled_tokens == stats.num_prompt_tokens - num_cached
     assert sum(stats.steps_per_plan.values()) <= max(lengths) - 1  # a token a step at least

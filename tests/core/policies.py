@@ -1,5 +1,4 @@
-"""Policies of two kinds, written as a user would: by place, and by what the queries
-of the whole text have paid attention to."""
+"""A policy as a user would write it: by what the queries of the whole text paid attention to."""
 
 import math
 from typing import Any
@@ -9,12 +8,6 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import Policy
-
-
-class LatestTokens(Policy):
-    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        K, N = chunks_KNMD.shape[:2]
-        return torch.arange(N, device=q_KRD.device).float().expand(K, N)
 
 
 class ReceivedAttention(Policy):
@@ -49,10 +42,6 @@ class ReceivedAttention(Policy):
         self._received = {key: value for key, value in self._received.items() if key[0] != b}
 
 
-POLICIES = {"streaming": LatestTokens, "received": ReceivedAttention}
-NAMES = ("retrieval", *POLICIES)
-
-
 def policy_of(name: Any) -> Any:
-    """What `SpeculationConfig(policy=...)` takes for a name of `NAMES`, or for itself."""
-    return POLICIES[name]() if isinstance(name, str) and name in POLICIES else name
+    """What `SpeculationConfig(policy=...)` takes: a new object if it is called "received"."""
+    return ReceivedAttention() if name == "received" else name

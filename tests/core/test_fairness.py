@@ -14,7 +14,7 @@ Event = tuple[str, int]
 """What happens to a request: read, token or end; and its number."""
 
 
-class Run(Iterator[Event]):
+class Run:
     """Events of requests, each of which gets one token in every step."""
 
     def __init__(self, num_rows: int = 4) -> None:
@@ -32,14 +32,11 @@ class Run(Iterator[Event]):
         self.scheduler.add(RequestState(number, Request([5], client=client), [5] * num_prompt))
         return number
 
-    def __next__(self) -> Event:
-        return next(self.events)
-
     def until(self, kind: str, number: int) -> list[Event]:
         """The events up to this one."""
-        events = [next(self)]
+        events = [next(self.events)]
         while events[-1] != (kind, number):
-            events.append(next(self))
+            events.append(next(self.events))
         return events
 
     def turns(self) -> Iterator[Event]:
@@ -111,7 +108,7 @@ def num_answers_before(run: Run, clients: dict[int, str], awaited: set[int]) -> 
     have begun: the number of answers until then, at most 100."""
     num_answered, client = 0, None
     while awaited and num_answered < 100:
-        kind, number = next(run)
+        kind, number = next(run.events)
         awaited.discard(number)
         if client is not None:
             clients[run.ask(4, 2, client)] = client

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import minitri
 from minitri.core.decoding.verification import Proposal, verify, verify_block
-from tests.conftest import edit_json
+from tests.conftest import edit_json, load
 from tests.core.exactness import PROMPT, Table, add_up, outcomes
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
@@ -46,7 +45,7 @@ def test_tokens_are_the_engines(engine, folder, draft):
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_weights")
 def test_real_weights_give_the_engines_tokens(long_text):
-    engine = minitri.load("smollm2-135m", dtype="float32", device="cpu")
+    engine = load("smollm2-135m")
     ids = engine.tokenizer.encode(long_text)
     check_equality(engine, [ids[:3], ids[:300], ids[700:1300]], 12, "--budget", "128")
 

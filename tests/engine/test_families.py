@@ -1,5 +1,5 @@
 """Families of models: each equals `transformers`, from its folder and from a GGUF file, and no
-stage, cache, batch or snapshot changes its text."""
+stage, cache or batch changes its text."""
 
 import functools
 import shutil
@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import minitri
 from minitri import Request
-from tests.conftest import edit_json, ends_of, texts_of, write_hf_folder
+from tests.conftest import edit_json, load, texts_of, write_hf_folder
 from tests.core.rigs import fresh_read, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
 from tests.files.test_checkpoint import as_gguf
@@ -66,24 +65,17 @@ VARIANTS = {
     "Gemma 3, own scale": {**GEMMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 24},
     "yarn, own factor": {"rope_scaling": {**YARN, **OWN}},
 }
-WAYS = [
-    ("draft", {"method": "naive"}),
-    ("suffix", {"method": "retrieval"}),
-    ("draft", {"method": "triforce"}),
-    ("draft", {"method": "triforce", "gamma1": None, "tree": "3x2"}),
-]
+WAYS = [{"method": name} for name in ("naive", "retrieval", "triforce")]
+WAYS.append({"method": "triforce", "gamma1": None, "tree": "3x2"})
 SMALL = {"budget": 32, "chunk_size": 4, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
 SMALL |= {"rebuild_stride": 9, "prefill_chunk": 16}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def path(kind, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+def path(request, tmp_path_factory):
+    """A folder with the name of its kind."""
+    kind = request.param
+    folder = tmp_path_factory.mktemp("models") / kind
     write_hf_folder(folder, model_type=kind.split(",")[0], **KINDS[kind][0])
     if kind == "gemma3_text":  # as its makers wrote it, not as `transformers` does today
         edit_json(folder / "config.json", **OLD)
@@ -98,10 +90,6 @@ def draft(path):
     noisy = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
     save_file(noisy, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def load(path, **options) -> minitri.Engine:
-    return minitri.load(str(path), dtype="float32", device="cpu", **options)
 
 
 def check_logits(path, *sources):
@@ -125,7 +113,8 @@ def test_logits_equal_transformers_one_shot_chunked_and_incremental(variant, tmp
     check_logits(path, path)
 
 
-def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_path):
+def test_logits_equal_those_of_transformers_and_of_a_gguf_file(path, tmp_path):
+    kind = path.name
     family = ARCHITECTURES.get(kind, kind.split(",")[0])
     changes = {f"{family}.{key}": value for key, value in KINDS[kind][1].items()}
     if "," in kind:
@@ -136,33 +125,21 @@ def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_p
     check_logits(path, path, file)
 
 
-def test_no_stage_batch_tree_or_snapshot_changes_the_text(path, draft, monkeypatch, tmp_path):
+def test_no_stage_batch_or_tree_changes_the_text(path, draft, monkeypatch):
     """Prompts differ in length, and share a prefix; in one way K and V are offloaded."""
-    engines = {"suffix": load(path, draft="suffix"), "draft": load(path, draft=str(draft))}
-    alone, engine = engines.values()
+    engine = load(path, draft=str(draft))
     prompts = [random_prompt(engine.config, n, seed=n) for n in (90, 3)]
     prompts.append([*prompts[0][:70], 5, 6])
-    requests, wanted = {}, {}
-    for coupled in (False, True):
-        fields = {"temperature": 0.8 * coupled, "max_new_tokens": 12, "ignore_eos": True}
-        requests[coupled] = [Request(prompt, 7, **fields) for prompt in prompts]
-        how = {"method": "autoregressive", "coupled": coupled, **SMALL}
-        wanted[coupled] = [texts_of(alone.stream([it], **how))[0] for it in requests[coupled]]
     make = functools.partial(offloaded, 1, 2, 512, config=engine.config)
-    for place, (drafter, how) in enumerate(WAYS):
+    for place, way in enumerate(WAYS):
+        coupled = place % 2 == 1
+        fields = {"temperature": 0.8 * coupled, "max_new_tokens": 12, "ignore_eos": True}
+        requests = [Request(prompt, 7, **fields) for prompt in prompts]
+        how = {**SMALL, "coupled": coupled}
+        alone = [texts_of(engine.stream([it], method="autoregressive", **how)) for it in requests]
+        engine.release()
         with monkeypatch.context() as patch:
-            if drafter == "suffix":
+            if way["method"] == "retrieval":
                 patch.setattr("minitri.core.memory.allocate_full_cache", lambda *_: make())
-            coupled = place % 2 == 0
-            how = {**SMALL, **how, "coupled": coupled, "batch_size": 1 + place // 2}
-            events = engines[drafter].stream(requests[coupled], **how)
-            assert texts_of(events) == wanted[coupled], (drafter, how)
-            engines[drafter].release()
-    how = {**SMALL, "method": "triforce"}
-    list(engine.stream(requests[False][:1], **how))
-    engine.save_kv(tmp_path / "text.kv")
-    engine.release()
-    engine.load_kv(tmp_path / "text.kv")
-    (end,) = ends_of(engine.stream(requests[False][2:], **how))
-    assert end.token_ids == wanted[False][2]
-    assert end.row_stats.num_cached_tokens > 40
+            events = engine.stream(requests, batch_size=2, **{**how, **way})
+            assert [[text] for text in texts_of(events)] == alone, way

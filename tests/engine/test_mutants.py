@@ -1,6 +1,6 @@
 """Every known bug of speculative decoding, put in on purpose, is noticed.
 
-For each of `tests/mutants.py` there is a test that passes with the real code and fails with the
+For each of `tests/mutants.txt` there is a test that passes with the real code and fails with the
 bug, by an assertion or a clear error: not because the change does not run. The table says which.
 Most of them are slow:
 
@@ -8,13 +8,14 @@ Most of them are slow:
 """
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from minitri.core.errors import InputError, NotFiniteError
-from tests.mutants import MUTANTS
-from tests.mutation import mutated, run_tests
+from tests.mutation import mutated, read_table, run_tests
 
+MUTANTS = read_table(Path(__file__).parents[1] / "mutants.txt")
 CLEAR = (AssertionError, InputError, NotFiniteError, pytest.fail.Exception)
 run_healthy = functools.cache(run_tests)
 

@@ -18,13 +18,6 @@ ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 PAIRED = ("llama", "granite", "smollm3")  # with neighbouring rotary pairs
 
 
-def stored_name(name: str, architecture: str) -> str:
-    """Name in GGUF of a tensor of Hugging Face."""
-    stem, kind = name.rsplit(".", 1)
-    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 8)
-    return f"{names.get_name(stem)}.{kind}"
-
-
 def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Rows of blocks; those of K-quants hold any numbers, of about the size of 0.05."""
     if not kind.name.endswith("_K"):
@@ -108,6 +101,7 @@ def write_gguf(
     if weights is None:
         weights = {"model.embed_tokens.weight": torch.zeros(config.vocab_size, config.hidden_size)}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 8)
     for name, tensor in weights.items():
         values = tensor.float().numpy()
         part = name.split(".")[-2]
@@ -117,9 +111,9 @@ def write_gguf(
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         stored_as = gguf.GGMLQuantizationType[kinds.get(part, kind) if values.ndim == 2 else "F32"]
-        writer.add_tensor(
-            stored_name(name, architecture), quantized(values, stored_as), raw_dtype=stored_as
-        )
+        stem, ending = name.rsplit(".", 1)
+        stored = quantized(values, stored_as)
+        writer.add_tensor(f"{names.get_name(stem)}.{ending}", stored, raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -24,31 +25,11 @@ TALK = [
     {"role": "assistant", "content": "Anne Elliot."},
     {"role": "user", "content": "日本語"},
 ]
-CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TEMPLATES = Path(__file__).parent / "templates"
+CHATML, LLAMA3, MISTRAL = (
+    (TEMPLATES / f"{name}.jinja").read_text("utf-8") for name in ("chatml", "llama3", "mistral")
 )
-LLAMA3 = """{%- set has_system = messages[0].role == 'system' %}
-{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{{- (messages[0].content | trim if has_system else '') + '<|eot_id|>' }}
-{%- for message in messages[has_system | int:] %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-MISTRAL = """{%- set ns = namespace(index=0) -%}{% for message in messages %}
-{% if message['role'] == 'system' %}{% continue %}{% endif %}
-{% set ns.index = ns.index + 1 %}{{ bos_token }}[INST] {{ message['content'] }}
-{% generation %}{{ message['content'] | tojson }} #{{ ns.index }}{% endgeneration %}
-{% endfor %}{{ {'b': 1, 'a': [messages, 2.5, none]} | tojson(indent=2) | indent(2, true) }}"""
 NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 2 else 'fine' }}"
-DAG = "{% set it = namespace(x=[1]) %}{% for i in range(99) %}{% set it.x = [it.x, it.x] %}"
-DAG += "{% endfor %}"
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -127,7 +108,6 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
         ("{{ 9 ** 999999999 }}", "0.3 s,"),
         ("{{ 'x'|center(2000000000) }}", ""),  # a constant, computed before a rendering
         ("{{ '%*d' % (2000000000, messages|length) }}", ""),
-        (DAG + "{{ it.x }}", ""),
         ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         (NEEDS_PAIRS, "Roles must alternate"),

@@ -15,15 +15,11 @@ from minitri.core.model.rope import rope_frequencies
 from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from tests.conftest import byte_level_tokenizer, refused, write_hf_folder
+from tests.conftest import byte_level_tokenizer, load, refused, write_hf_folder
 from tests.core.rigs import new_cache
 from tests.files.gguf_writer import write_gguf
 
 TOKENS = torch.randint(0, 320, (1, 20), generator=torch.Generator().manual_seed(0))
-
-
-def load(path) -> minitri.Engine:
-    return minitri.load(str(path), dtype="float32", device="cpu")
 
 
 def logits(engine: minitri.Engine) -> torch.Tensor:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 import minitri
 from minitri.core.errors import InputError
-from tests.conftest import check_parts
-from tests.files.test_checkpoint import TOKENS, as_gguf, copy_of, load, logits
+from tests.conftest import check_parts, load
+from tests.files.test_checkpoint import TOKENS, as_gguf, copy_of, logits
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))
 SETTINGS = {"max_examples": NUM_EXAMPLES, "derandomize": True, "deadline": None, "database": None}

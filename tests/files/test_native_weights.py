@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -15,11 +14,8 @@ from minitri.devices import choose as devices
 from minitri.devices.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form
-from minitri.files.gguf.file import GgufFile
-from minitri.files.named_models import ModelChoice
-from minitri.files.open_models import plan_weights
 from tests.conftest import refused, write_hf_folder
-from tests.core.rigs import fresh_read, random_prompt, tiny_config
+from tests.core.rigs import CPU, fresh_read, random_prompt, tiny_config
 from tests.files.test_checkpoint import as_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
@@ -38,6 +34,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     fused = {"model_type": "phi3", "pad_token_id": 0, "partial_rotary_factor": 0.5}
     kinds = {"tied": {"tie_word_embeddings": True}, "untied": {}, "wide": wide, "fused": fused}
+    kinds["narrow"] = {"head_dim": 8, "num_key_value_heads": 1}
     root = tmp_path_factory.mktemp("models")
     return {kind: write_hf_folder(root / kind, **changes) for kind, changes in kinds.items()}
 
@@ -95,6 +92,7 @@ def test_only_the_file_s_own_bytes_are_held(file):
         ("untied", {"k_proj": "Q8_0", "q_proj": "Q5_0"}, "14 of 14"),
         ("untied", {"up_proj": "Q8_0"}, "8 of 10"),
         ("fused", {"down_proj": "F16", **PHI}, "8 of 10"),
+        ("narrow", {}, "8 of 10"),  # of which K and V fill no panel
     ],
 )
 def test_matrices_stay_quantized_where_a_product_has_one_form(
@@ -108,31 +106,17 @@ def test_matrices_stay_quantized_where_a_product_has_one_form(
     assert error < ROUNDING["float32"]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "settings", "plan"),
-    [
-        ({"kind": "Q4_K"}, {}, (True, "same")),
-        ({"kind": "Q4_K", "down_proj": "F16"}, {}, (True, "auto")),
-        ({"kind": "F16"}, {}, (False, "auto")),
-        ({"kind": "Q4_K"}, {"weights": "dense", "draft_weights": "same"}, (False, "same")),
-        ({"kind": "Q4_K"}, {"draft_weights": "int4"}, (True, "int4")),
-    ],
-)
-def test_by_default_what_the_kernels_can_read_stays_quantized(
-    folders, tmp_path, kinds, settings, plan
-):
-    file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", **kinds))
-    choice = ModelChoice("it", **settings)
-    assert plan_weights(choice, file, Mock()) == plan
-
-
-def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
-    """The copy shares the LM head, which has 8 bits in both."""
-    path = as_gguf(folders["untied"], tmp_path / "4.gguf", kind="Q4_1")
-    for how in ({"draft_weights": "int4"}, {"weights": "auto"}):
-        engine = load(path, **how)
-        assert engine.model.lm_head.form == Form.Q4
-        assert engine.models.retrieval is engine.model
+def test_a_model_of_few_bits_guesses_itself_and_a_mixed_one_by_a_copy(folders, tmp_path):
+    """Unless it is told otherwise. The copy shares the LM head, which has 8 bits in both."""
+    for kind, how, has_copy in (
+        ("Q4_1", {"weights": "auto"}, False),
+        ("Q4_1", {"draft_weights": "int4"}, False),
+        ("Q8_0", {}, False),
+        ("Q8_0", {"draft_weights": "int4"}, True),
+        ("Q5_0", {"weights": "dense", "draft_weights": "same"}, False),
+    ):
+        engine = load(as_gguf(folders["untied"], tmp_path / "it.gguf", kind=kind), **how)
+        assert (engine.models.retrieval is not engine.model) == has_copy
     path = as_gguf(folders["untied"], tmp_path / "8.gguf", kind="Q8_0", v_proj="F16")
     engine = load(path)
     twin = engine.models.retrieval
@@ -156,8 +140,9 @@ def test_a_dequantized_model_guesses_by_its_blocks_or_a_copy_in_few_bits(folders
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):
-    with refused("weights=native needs a GGUF file"):
-        load(folders["tied"])
+    for path in (folders["tied"], as_gguf(folders["tied"], tmp_path / "16.gguf", kind="F16")):
+        with refused("weights=native needs a GGUF file"):
+            load(path)
     fine = as_gguf(folders["tied"], tmp_path / "fine.gguf", kind="Q4_0")
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
     with refused("weights=native needs", "the compiled kernels"):
@@ -165,6 +150,7 @@ def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, mo
 
 
 def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
+    assert devices.kernels_for(CPU, tiny_config(head_dim=1024)) is not None
     folder = write_hf_folder(tmp_path / "wide", head_dim=1026, num_hidden_layers=1)
     kinds = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "Q4_0")
     path = as_gguf(folder, tmp_path / "wide.gguf", kind="F16", **kinds)

@@ -11,13 +11,12 @@ import pytest
 import sentencepiece
 from tokenizers import pre_tokenizers, processors
 
-import minitri
 from minitri.files.checkpoint import load_tokenizer, placements
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.vocabulary import read_model
 from minitri.text.tokenizer import StreamDetokenizer, Tokenizer
-from tests.conftest import SENTENCES, byte_level_tokenizer, refused, tiny_model
+from tests.conftest import SENTENCES, byte_level_tokenizer, load, refused, tiny_model
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import pieces, write_gguf
 from tests.files.test_checkpoint import copy_of
@@ -270,7 +269,7 @@ def test_an_answer_ends_where_any_file_or_the_usual_marks_end_a_turn(folder, tmp
     copy = chat_folder(copy_of(folder, tmp_path / "model", "tokenizer.json"), **names)
     size = byte_level_tokenizer().get_vocab_size()
     write(copy, {"generation_config": {"eos_token_id": [2, 5]}})
-    engine = minitri.load(copy, device="cpu", dtype="float32")
+    engine = load(copy)
     assert engine.config.eos_token_ids == (2, 5, size, 0, size + 2, size + 1)
     for mark in (size + 1, size + 2):
         done = engine.complete("The sea", max_new_tokens=4, logit_bias={mark: 100})

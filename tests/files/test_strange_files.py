@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from minitri.files.hf_config import FAMILIES, read_config
-from tests.conftest import edit_json, refused
+from tests.conftest import edit_json, load, refused
 from tests.core.rigs import tiny_config
-from tests.files.test_checkpoint import as_gguf, copy_of, load, sharded
+from tests.files.test_checkpoint import as_gguf, copy_of, sharded
 
 CONFIGS = """
 model_type  a ['llama'] model  [["llama"]]

@@ -62,6 +62,9 @@ def test_text_round_trips_and_its_streamed_pieces_put_together_are_the_text(toke
         for cut in (0, start):
             pieces = read(StreamDetokenizer(tokenizer, ids[:cut]), ids[cut:])
             assert tokenizer.decode(ids[:cut]) + pieces == tokenizer.decode(ids)
+    for before in ("", "The ", "The\n"):
+        ids = tokenizer.encode(f"{before}harbour")
+        assert any(ids[-len(way) :] == way for way in tokenizer.spellings("harbour"))
 
 
 def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer):
@@ -94,14 +97,17 @@ def test_the_gguf_forms_tokenize_like_their_originals(tokenizers):
 
 @pytest.mark.parametrize(
     ("pre", "words", "composed"),
-    [("qwen2", "in Ġ 1 2 3 4", "\u00e9"), ("llama-bpe", "in Ġ 123 4", "e\u0301")],
+    [("qwen2", "in Ġ 1 2 3 4 !a", "\u00e9"), ("llama-bpe", "in Ġ 123 4 !a", "e\u0301")],
 )
 def test_gguf_words_are_cut_as_by_the_tokenizer_of_the_family(tmp_path, pre, words, composed):
-    path = write_gguf(tmp_path / "x.gguf", CONFIG, byte_level_tokenizer(), pre=pre)
+    """One of them begins texts with BOS where no key says whether."""
+    silent = {"tokenizer.ggml.add_bos_token": None}
+    path = write_gguf(tmp_path / "x.gguf", CONFIG, byte_level_tokenizer(), changes=silent, pre=pre)
     tokenizer = load(path)
-    cuts = GgufFile(path).tokenizer().pre_tokenizer.pre_tokenize_str("in 1234")
+    cuts = GgufFile(path).tokenizer().pre_tokenizer.pre_tokenize_str("in 1234!a")
     assert [word for word, _ in cuts] == words.split()
-    assert tokenizer.decode(tokenizer.encode("e\u0301")) == composed
+    assert tokenizer.decode(ids := tokenizer.encode("e\u0301")) == composed
+    assert (ids[0] == CONFIG.bos_token_id) == (pre == "llama-bpe")
 
 
 def test_bos_follows_the_config(tokenizers):

@@ -75,15 +75,10 @@ TEXTS = ["ab", "b", "aab", "abab"]
 TOY_CONFIG = tiny_config(vocab_size=4, eos_token_ids=(END,))
 
 
-def toy_tokenizer() -> Tokenizer:
-    model = models.BPE({text: token for token, text in LETTERS.items()}, [("a", "b")])
-    pipeline = tokenizers.Tokenizer(model)
-    pipeline.decoder = decoders.ByteLevel()
-    pipeline.add_special_tokens(["</s>"])
-    return Tokenizer(pipeline)
-
-
-TOY = toy_tokenizer()
+PIPELINE = tokenizers.Tokenizer(models.BPE({text: n for n, text in LETTERS.items()}, [("a", "b")]))
+PIPELINE.decoder = decoders.ByteLevel()
+PIPELINE.add_special_tokens(["</s>"])
+TOY = Tokenizer(PIPELINE)
 
 
 def make_matcher():

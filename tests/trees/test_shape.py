@@ -61,6 +61,7 @@ def test_plans_that_guess_below_the_target_have_the_tree():
     assert plans == [StepPlan("triforce", gamma1, 4, "12") for gamma1 in (2, 4)]
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
+    assert SpeculationConfig("auto", gamma1=4, gamma2=6).max_block == 11
     plans = SpeculationConfig("auto", tree="16").plans
     assert {(plan.tree, plan.gamma1 > 0) for plan in plans} == {("16", True), ("", False)}
     with pytest.raises(InputError, match="^gamma1 is "):

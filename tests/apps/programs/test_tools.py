@@ -11,7 +11,7 @@ from minitri.core.settings import GenerationConfig, SpeculationConfig
 from tests.core.rigs import CPU, tiny_config
 from tools import serve_load
 from tools.bench import __main__ as bench
-from tools.bench import floor
+from tools.bench import auto, floor
 from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model
 
 
@@ -26,6 +26,15 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, 
     done = call(bench.main, *flags.split(), "--profile", "--quiet", "--json")
     assert done.json["repeats"] == 2
     assert [run.stats.num_prefilled_tokens for run in runs] == [60] * 3
+
+
+def test_every_setting_and_pass_has_a_row(call, folder, monkeypatch):
+    monkeypatch.setattr(auto, "WEIGHTS", ("dense",))
+    flags = "auto --context 30 --context 60 --repeats 1 --new-tokens 6 -q --model"
+    code, out, _ = call(bench.main, *flags.split(), folder)
+    assert code == 0
+    assert out.count("| dense, 60") == 1 + len(auto.SAMPLING)
+    assert f"over {2 * len(auto.SAMPLING)} settings" in out
 
 
 def test_guesses_are_accepted_at_the_rate_asked_for():

@@ -26,7 +26,7 @@ STACKS = [
     ("autoregressive", None, "retrieval"),
     ("naive", None, "retrieval"),
     ("naive", 0.02, "retrieval"),
-    ("retrieval", None, "streaming"),
+    ("retrieval", None, "received"),
     ("triforce", 0.02, "retrieval"),
     ("triforce", 0.02, "received"),
     ("triforce", 0.0, "retrieval"),
@@ -40,12 +40,6 @@ the n-gram drafter; and policies."""
 SMALL = {"budget": 16, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 6}
 SMALL |= {"gamma1": 2, "gamma2": 4, "rebuild_stride": 9}
 draft_of = functools.cache(lambda noise: None if noise is None else near_copy(TARGET, noise))
-
-
-def new_rig(method, noise, policy, sampling) -> Rig:
-    method, _, tree = method.partition(" tree ")
-    settings = {"policy": policy_of(policy), "tree": tree, "sampling": sampling, **SMALL}
-    return Rig(TARGET, PROMPTS, draft=draft_of(noise), method=method, num_new=14, **settings)
 
 
 def poison(cache) -> None:
@@ -85,8 +79,13 @@ def check_caches(rig: Rig, *, has_begun: bool) -> None:
 def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack, monkeypatch):
     """The same tokens, and the same guesses on the way, with NaN in all other slots from the start,
     after every step, and whenever a level has taken guesses back within one."""
+    name, noise, policy = stack
+    method, _, tree = name.partition(" tree ")
     sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
-    clean, poisoned = (new_rig(*stack, sampling) for _ in range(2))
+    how = {"draft": draft_of(noise), "tree": tree, "sampling": sampling, "num_new": 14, **SMALL}
+    clean, poisoned = (
+        Rig(TARGET, PROMPTS, method=method, policy=policy_of(policy), **how) for _ in range(2)
+    )
     num_steps, num_crops, crop = 0, 0, Level.crop
 
     def crop_and_poison(level, lengths):

@@ -92,12 +92,10 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int) -> list[f
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(num_units)])
         plain = received(means, *bench.queries[0, layer, first : end + 1]).tolist()
         return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise([0, *plain])]
-    if name == "received":
-        total = torch.zeros(end)
-        for t in range(end):
-            total[: t + 1] += received(keys_SD[: t + 1], bench.queries[0, layer, t])
-        return total[: num_units * M].view(-1, M).sum(1).tolist()
-    return [float(n) for n in range(num_units)]
+    total = torch.zeros(end)
+    for t in range(end):
+        total[: t + 1] += received(keys_SD[: t + 1], bench.queries[0, layer, t])
+    return total[: num_units * M].view(-1, M).sum(1).tolist()
 
 
 class Definition:
@@ -155,9 +153,9 @@ class Definition:
         ("retrieval", 48, 1, 152, 1, 15),
         ("retrieval", 40, 8, 39, 4, NEVER),
         ("retrieval", 16, 4, 1, 9, NEVER),
-        ("streaming", 48, 1, 159, 16, 30),
-        ("streaming", 8, 8, 50, 16, NEVER),
-        ("streaming", 1, 1, 5, 16, NEVER),
+        ("received", 48, 1, 159, 16, 30),
+        ("received", 8, 8, 50, 16, NEVER),
+        ("retrieval", 1, 1, 5, 16, NEVER),
         ("received", 32, 1, 69, 4, 15),
         ("received", 24, 8, 24, 16, NEVER),
     ],

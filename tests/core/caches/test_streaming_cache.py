@@ -67,8 +67,7 @@ def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
 
 
 @pytest.mark.parametrize(
-    ("length", "num_read"),
-    [(1, 0), (SINKS + 1, 0), (15, 0), (16, 0), (17, 0), (200, 0), (160, 10)],
+    ("length", "num_read"), [(1, 0), (SINKS + 1, 0), (15, 0), (16, 0), (17, 0), (200, 0), (160, 10)]
 )
 def test_a_prompt_costs_one_pass_over_the_window(length, num_read):
     """Exact in a deep model too: all of the window is read at once, whatever stood there: at last

@@ -2,12 +2,7 @@
 
 import pytest
 
-from minitri.core.decoding.autotuner import (
-    FIRST_RATES,
-    HYSTERESIS,
-    Autotuner,
-    expected_tokens,
-)
+from minitri.core.decoding.autotuner import FIRST_RATES, HYSTERESIS, Autotuner, expected_tokens
 from minitri.core.settings import SpeculationConfig, StepPlan
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)

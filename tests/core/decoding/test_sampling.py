@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from minitri.core.decoding import sampling
 from minitri.core.decoding.sampling import (
     probs_by_tensor,
     probs_from_logits,
@@ -83,12 +82,16 @@ def test_logits_that_are_not_finite_give_no_distribution(bad, wanted):
         ([1.0, 3.0, 2.0], SamplingParams(1.0, top_p=1e-50), [1]),
         ([2.0, 1.0, 1.0, 1.0, 0.0], SamplingParams(1.0, top_k=2), [0, 1, 2, 3]),
         ([2.0, 1.0, 1.0, 1.0, 0.0], SamplingParams(1.0, top_p=0.6), [0, 1, 2, 3]),
+        ([0.0, -math.log(2), -1.0], SamplingParams(1.0, min_p=0.5), [0, 1]),
     ],
 )
 def test_what_is_kept_at_the_extremes_and_of_ties_at_a_border(logits, params, kept):
+    """In a captured step as alone: a border is rounded to the type of the logits in both."""
     [probs] = probs_from_logits(torch.tensor([logits]), params)
     assert probs.nonzero().flatten().tolist() == kept
     assert probs.sum() == pytest.approx(1)
+    numbers_B3 = torch.tensor([params.numbers], dtype=torch.float64)
+    assert torch.equal(probs_by_tensor(torch.tensor([[logits]]), params, numbers_B3)[0, 0], probs)
 
 
 def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeypatch):
@@ -96,7 +99,7 @@ def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeyp
     logits[0, 0] = 20.0  # one row is done at once, the others are not
     params = SamplingParams(1.5, top_p=0.9)
     whole = probs_from_logits(logits, params)
-    monkeypatch.setattr(sampling, "TOP_P_PREFIXES", (4, 8))
+    monkeypatch.setattr("minitri.core.decoding.sampling.TOP_P_PREFIXES", (4, 8))
     assert torch.equal(probs_from_logits(logits, params), whole)
 
 
@@ -112,12 +115,3 @@ def test_sums_by_parts_are_the_sums_of_whole_rows(V):
     """Rows of float32 are added up in float64, by parts as on a GPU."""
     probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
     assert torch.allclose(sums_by_parts(probs), running_sums(probs), rtol=1e-15, atol=0)
-
-
-def test_a_token_at_the_border_of_min_p_is_kept_in_a_captured_step_as_alone():
-    """The border is rounded to the type of the logits in both."""
-    sampling = SamplingParams(1.0, min_p=0.5)
-    logits = torch.tensor([[0.0, -math.log(2), -1.0]])
-    numbers_B3 = torch.tensor([sampling.numbers], dtype=torch.float64)
-    [by_tensor] = probs_by_tensor(logits.unsqueeze(0), sampling, numbers_B3)
-    assert torch.equal(by_tensor, probs_from_logits(logits, sampling))

@@ -166,11 +166,11 @@ def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypat
 def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size(
     bias, monkeypatch, request
 ):
-    """Fewer than 600 rows have other last bits, as with AMX."""
+    """Fewer than 300 rows have other last bits, as with AMX."""
 
     def multiply(product, *matrices, **options):
         rows = matrices[-2] if product is not linear else matrices[0]
-        return product(*matrices, **options).mul_(1 + 1e-3 * (len(rows) < 600))
+        return product(*matrices, **options).mul_(1 + 1e-3 * (len(rows) < 300))
 
     linear = F.linear
     monkeypatch.setattr(Kernels, "has_products", lambda *_: False)

@@ -24,7 +24,6 @@ from minitri.devices.gpu import fused_modules
 from minitri.devices.gpu.fused_modules import FusedLayers
 from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
-from tests.core.policies import policy_of
 from tests.core.rigs import Rig, near_copy, new_cache, random_prompt
 from tests.devices.gpu_twins.conftest import (
     CONFIG,
@@ -164,13 +163,11 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize(
-    ("policy", "on_chip"), [("retrieval", 0), ("retrieval", 2), ("streaming", 2)]
-)
-def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip):
+@pytest.mark.parametrize("on_chip", [0, 2])
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(on_chip):
     """Every step rebuilds here: the pass of the target has each layer on the device anyway."""
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
-    settings = {"policy": policy_of(policy), "budget": 24, "rebuild_stride": 1, "gamma2": 2}
+    settings = {"budget": 24, "rebuild_stride": 1, "gamma2": 2}
     settings |= {"full": full, "method": "retrieval", "num_new": 20}
     full.layers = None  # which would fetch all of them once more
     traffic = []

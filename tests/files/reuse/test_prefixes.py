@@ -61,8 +61,7 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
 
 
 @pytest.mark.parametrize(
-    ("num_other", "length", "num_rows", "num_cached"),
-    [(30, 150, 3, 145), (100, 60, 4, 55)],
+    ("num_other", "length", "num_rows", "num_cached"), [(30, 150, 3, 145), (100, 60, 4, 55)]
 )
 def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
     """Idle rows come back in any place, though passes of others wrote to their first slots."""

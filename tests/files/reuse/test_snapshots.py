@@ -22,14 +22,14 @@ from minitri import InputError
 from minitri.files import snapshots
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from minitri.loader import OpenEngine
-from tests.conftest import edit_json, refused, tiny_engine
+from tests.conftest import edit_json, load, refused, tiny_engine
 from tests.files.reuse.conftest import files_may_not_grow, say
 from tests.files.test_checkpoint import as_gguf
 
 
 def test_a_text_after_a_restart_is_the_text_without_one(engine, folder, prompt, text, tmp_path):
     """The file holds K and V and hardly more, and is the same when it is saved again."""
-    again = minitri.load(folder, dtype="float32", device="cpu")
+    again = load(folder)
     path, longer = tmp_path / "x", [*prompt, 3, 4, 5]
     num_saved = engine.save_kv(path, "a note")
     assert again.load_kv(path) == num_saved == len(again.held_tokens)
