@@ -234,7 +234,8 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        # Captured graphs apply the filters of one request, if possible above temperature 0.
+        # Graphs are captured with filters of one request: above temperature 0, if any, as greedy
+        # rows can use any graph.
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)

@@ -29,7 +29,7 @@ from minitri.text.prompt_ids import next_seed
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri generate`."""
+    """The parser of `minitri generate`: flags of `apps/flags.json`, and one of its own."""
     parser = arguments.OneLineParser("generate")
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
     return parser
@@ -70,4 +70,5 @@ def one(run: "minitri.Generation", args: argparse.Namespace, engine: "minitri.En
     return 0 if run.rows[0].finish_reason else 130
 
 
+# Parses the command line by `build_parser`, then calls `run_command`.
 main = program(build_parser, run_command, parallel=True)

@@ -113,7 +113,8 @@ class Scheduler:
 
     def reads_first(self, active: Sequence[bool]) -> bool:
         """Whether prompts are left that are read before any row starts or decodes.
-        In a closed run, unless `active` rows decode already and K and V are on the device."""
+        True in a closed run, unless rows decode already (`active`) and K and V are on the device:
+        then chunks and steps alternate."""
         interleaves = self._is_open or (any(active) and not self._is_offloaded)
         return bool(self.unread) and not interleaves
 

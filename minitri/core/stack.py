@@ -62,7 +62,7 @@ class Stack:
                 if models.drafter is None
                 else PluggedDrafter(*where, self.source, models.drafter)
             )
-        *below, target = [
+        *below, target = [  # of draft, retrieval, target those that the plans need, in this order
             models.level_type(name, self.meter, runner, self.source)
             for name, runner in runners.items()
         ]
@@ -113,7 +113,8 @@ class Stack:
         most = len(prompt) - 1  # tokens whose K and V may be those of an earlier text
         if state.request.score_prompt:
             most = 0
-        elif cache:  # tokens whose queries choose what the retrieval cache holds are always read
+        elif cache:
+            # Tokens whose queries choose what the retrieval cache holds, or all (None), are read.
             most -= cache.max_prompt_queries or most
         num_held = memory.prefix.take(b, self.sequences, max(0, most))
         state.stats.num_cached_tokens = num_held

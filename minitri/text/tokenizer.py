@@ -130,7 +130,8 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:
-        """UTF-8 of a part of a text, in which characters may be cut and a space is in front."""
+        """UTF-8 of some tokens of a text: it may begin or end inside a character.
+        The space that sentencepiece puts in front is kept."""
         return b"".join(
             self.token_bytes(token) for token in ids if token not in self._hidden or token in shown
         )
@@ -199,7 +200,7 @@ class StreamDetokenizer:
         if self._strips and data:
             data, self._strips = data.removeprefix(b" "), False
         text = self._decoder.decode(data, not tokens)
-        if self._is_broken and text:  # U+FFFD for what is cut is part of the prompt
+        if self._is_broken and text:  # the cut character of the prompt
             text, self._is_broken = text.removeprefix("\ufffd"), False
         text = self._held + text
         starts = ((text.find(stop), len(stop)) for stop in self._stop)

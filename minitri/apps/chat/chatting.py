@@ -138,7 +138,7 @@ class Chat:
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
-        """keep what fits of documents, also of the last that was too long"""
+        """cut documents to what fits, first the one that was just too long"""
         self._args.fit = True
         self.do_documents(self._file)
 

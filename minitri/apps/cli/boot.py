@@ -61,8 +61,8 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 def sampling_of(
     args: Namespace, engine: "minitri.Engine", *notes: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling settings and seed by the flags; the engine has defaults, a seed may be drawn.
-    At temperature 0 it is --seed or 0. Logs the model, the `notes` and the sampling."""
+    """Sampling settings by the flags, else the engine's defaults; and the seed.
+    That is --seed, else drawn, or 0 at temperature 0. Logs model, `notes` and sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0
@@ -85,7 +85,7 @@ def start_run(
         requests,
         batch_size=args.batch_size,
         generation=taken(GenerationConfig, args),  # the run takes its own settings only
-        speculation=speculation_of(args, hottest),
+        speculation=speculation_of(args, hottest),  # timed only if greedy or without --seed
     ) as run:
         if held := engine.held_tokens:  # those of --load-kv: a run has all others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)

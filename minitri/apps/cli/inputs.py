@@ -38,7 +38,8 @@ def is_piped() -> bool:
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """A prompt as it is, or the text of a document (`-`: a pipe) or demo. Raises `InputError`."""
+    """The given `prompt`, or the text of a `file` (`-`: standard input), or else of the demo.
+    Raises `InputError`."""
     if prompt is None:
         read = demo_text if file is None else lambda: read_document(file, "--prompt-file")
         prompt = join().ask_first(read)

@@ -56,7 +56,8 @@ ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
 
 
 class Answer(StreamingResponse):
-    """HTTP response that begins with its first piece: earlier errors set its status."""
+    """Streamed HTTP response whose status is sent with its first piece.
+    So an error before that can still set it."""
 
     async def stream_response(self, send: Send) -> None:
         pieces: Any = self.body_iterator
@@ -254,7 +255,8 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Reads data; unlike uvicorn's, it keeps the time limit until all headers are there."""
+        """Reads data; the connection's time limit runs until all headers have come.
+        uvicorn's own method ends it at the first byte."""
         self.conn.receive_data(data)
         self.handle_events()
 

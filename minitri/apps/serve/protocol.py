@@ -91,7 +91,8 @@ class Protocol(NamedTuple):
         return [replace(request, sampling=sampling) for request in call.requests]
 
     def generation_of(self, asked: Asked, num_prompt_tokens: int) -> GenerationConfig:
-        """Settings for the end of each text. Raises `ApiError` if the context has no room."""
+        """Length, stop strings and log-probabilities that a request asks for.
+        Raises `ApiError` if the context has no room."""
         if sum(map(len, asked.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         room = self.context - num_prompt_tokens

@@ -3,7 +3,8 @@
 Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a policy, and then
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
 V of committed tokens overwrite the least important slots, so output can be of any length. A row
-stands for the first `num_tokens` of the text, of which only `lengths` are in slots (`Cache.hold`).
+represents the first `num_tokens[b]` tokens of the text; `lengths[b]` of them have slots, the others
+are left out.
 
 A row in use is rebuilt when half of it is overwritten, and after `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the

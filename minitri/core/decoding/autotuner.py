@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
-        """Chooses the plan of the next step, by predicted tokens per second of decoding. In the
-        step before the first one with the retrieval cache, `plans[0]`'s pass selects its chunks."""
+        """Chooses the plan of the next step, by predicted tokens per second of decoding. Before the
+        first step with the retrieval cache comes one by `plans[0]`: its pass selects the chunks."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)

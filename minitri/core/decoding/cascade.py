@@ -65,7 +65,8 @@ class Cascade:
         return self._target.verify(self.sequences, starting, Proposal.nothing(len(starting)))
 
     def catch_up(self) -> None:
-        """Prepares the stages right after `start`, so that the time of this counts as prefill."""
+        """Prepares the stages of the next plan: small caches take in the prompt.
+        Called right after `start`, so that the time of this counts as prefill."""
         self._connect(self._meter.tuner.plan)
         self._meter.clock.settle()  # waits for the device
 

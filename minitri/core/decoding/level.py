@@ -132,7 +132,8 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens of the only text that a grammar allows next, as guesses: others may spell it."""
+        """If a grammar allows only one text next, its tokens, as guesses.
+        Other tokens could spell the same text, so these are verified like all guesses."""
         assert self.below
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):

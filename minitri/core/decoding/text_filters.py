@@ -49,7 +49,8 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """Forbids `bad_words` (token ids), and `end_tokens` in the first `params.min_tokens`."""
+        """Makes the filters of `params` for the text after a prompt. They also forbid `bad_words`
+        (token ids), and `end_tokens` in the first `params.min_tokens` of the output."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -76,7 +77,7 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes logits in place by all filters; each path has the guesses before its place.
+        """Applies all filters to logits in place; `paths[n]` are the guesses before `logits_NV[n]`.
         A filter that would forbid all tokens is skipped: so the grammar wins over later ones."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):

@@ -245,7 +245,8 @@ class WideNorm(RMSNorm):
 
 
 def norm_heads(norm: RMSNorm, x_BTXD: Tensor) -> Tensor:
-    """Normalizes each head, or all heads of a token together if the norm has as many weights."""
+    """Normalizes each head by itself, or all heads of a token as one vector.
+    The latter if the norm has a weight for each of their numbers."""
     return norm(x_BTXD.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(x_BTXD.shape)
 
 

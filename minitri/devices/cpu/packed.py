@@ -44,7 +44,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Packs every plain linear layer of a model, one by one, so that few weights exist twice."""
+    """Puts every plain linear layer of a model into oneDNN's layout.
+    One by one, so that few weights exist twice."""
     packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
         if pack := packed.get(type(layer)):
