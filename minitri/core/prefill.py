@@ -85,12 +85,11 @@ def read_by_layers(
     chunks_BTE = [model.embed(block.tokens_BT) for block in blocks]
     num_layers = 0  # of all chunks together
     for layer in range(L):
-        alone = model.layers[layer : layer + 1]  # with the kernels of all
         for i, block in enumerate(blocks):
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
             seen = (HostedRow(full, b, starts[i]), model.attend, None, queries.get(i))
-            shared = Pass(block, rotary, *seen, first_layer=layer)
-            chunks_BTE[i] = alone.forward(chunks_BTE[i], model.windowed(shared))
+            shared = Pass(block, rotary, *seen, layer=layer)
+            chunks_BTE[i] = model.layers.forward(chunks_BTE[i], model.windowed(shared))
             num_layers += 1
             if num_layers % L == 0 and num_layers < L * len(blocks):
                 yield starts[num_layers // L]

@@ -151,7 +151,7 @@ class Pass:
     mask_TT: Tensor | None  # which token sees which, see `attention.py`
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
-    first_layer: int = 0  # number of the first layer that is computed
+    layer: int | None = None  # the only one that is computed
     in_windows: "Pass | None" = None  # of layers with a sliding window, if they differ
 
 
@@ -160,7 +160,8 @@ class Layers(nn.ModuleList):
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         # `forward` saves the microseconds that a module's `__call__` spends on hooks.
-        for number, layer in enumerate(self, shared.first_layer):
+        for number in range(len(self)) if shared.layer is None else (shared.layer,):
+            layer = self[number]
             x_BTE = layer.forward(x_BTE, number, shared)
         return x_BTE
 

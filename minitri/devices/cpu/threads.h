@@ -43,8 +43,9 @@ class Pool {
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        for (; num_workers < num_threads - 1; ++num_workers)
+        for (; num_workers < num_threads - 1; ++num_workers) {
             std::thread(&Pool::work, this, round.load()).detach();
+        }
         current = &task;
         num_tasks = n;
         next.store(0, std::memory_order_relaxed);

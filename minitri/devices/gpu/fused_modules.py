@@ -58,7 +58,8 @@ class FusedLayers(Layers):
         add = compiled(add_norm)
         x_ME = x_BTE.flatten(0, 1)
         change_ME = torch.zeros_like(x_ME)
-        for number, layer in enumerate(self, shared.first_layer):
+        for number in range(len(self)) if shared.layer is None else (shared.layer,):
+            layer = self[number]
             assert isinstance(layer, Layer)
             norm = layer.input_layernorm
             x_ME, normed_ME = add(x_ME, change_ME, norm.weight, norm.eps)
