@@ -294,7 +294,6 @@ class Engine(AbstractContextManager["Engine"]):
         if memory is None:
             return
         self._worker.close()
-        del self._worker  # with the models that it would open a run of
         for run in [*memory.runs]:
             run.close()
         memory.clear()

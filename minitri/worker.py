@@ -95,6 +95,7 @@ class Worker:
         """Ends the run; jobs that have not ended get an error."""
         self._is_closed = True
         self._thread.shutdown()
+        del self._open  # with the models that it would open a run of
         report(FaultError(CLOSED), *self._jobs.values(), *self._waiting)
         self._end_run()
 

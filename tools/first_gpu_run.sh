@@ -206,8 +206,9 @@ with computing(Models(target, target, draft)):
         except InputError as error:
             print(f"RESULT guesses by {weights}: {error}")
             continue
-        ms = measure("triforce", copy)
+        ms, used = measure("triforce", copy), weights
         print(f"RESULT guesses by {weights}: {ms:.2f} ms/token, {alone / ms:.2f} x", flush=True)
+    print(f"RESULT weights of the guesses below: {used}")
     session = fresh_session(target, draft, context, setup, "triforce", copy)
     session.start([0])
     for _ in range(3):

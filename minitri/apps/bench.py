@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     elif args.row is not None:
-        for name in names[1:]:
+        for name in args.methods or ["auto"]:
             row = result[name]
             print(
                 f"| {args.row} | {args.model} | {engine.model.num_bytes / 1e6:,.0f} MB "

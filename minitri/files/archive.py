@@ -28,12 +28,14 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Begins a new file and reads the earlier chat, next time the one before it.
-        Raises `OSError`, `ValueError`."""
+        """Reads the earlier chat, each one once, and begins a new file.
+        Raises `OSError`, `ValueError`; the current file then stays the current one."""
         if (file := self.earlier) is None:
             raise ValueError("none is kept")
-        self.begin(*self._read, file)
-        return file.read_text("utf-8")
+        self._read += (file,)
+        text = file.read_text("utf-8")
+        self.begin(*self._read)
+        return text
 
     def write(self, note: str) -> None:
         """Writes the current conversation to its file, in place of its earlier state."""

@@ -153,8 +153,9 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
+        talk = self.talk.restored(self._engine.snapshot_note)
         self._archive.begin()
-        self._resume(self.talk.restored(self._engine.snapshot_note))
+        self._resume(talk)
         self._saved = file
         say(f"loaded {num_tokens} tokens from {file}")
 

@@ -141,7 +141,8 @@ def tell(text: str) -> None:
         from textwrap import fill
 
         width = get_terminal_size().columns
-        text = "\n".join(fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
+        how = {"break_on_hyphens": False, "break_long_words": False}
+        text = "\n".join(fill(line, width, **how) for line in text.split("\n"))
     sys.stderr.write(text)
 
 

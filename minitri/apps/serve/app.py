@@ -83,10 +83,10 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 async def read_body(request: Request, media_type: str, limit: int) -> bytes:
     """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
-    Programs may leave the type out. What a page sends has an Origin: of these types pages of other
-    sites can send nothing unasked."""
+    Programs may leave the type out. What a page sends has an Origin or Sec-Fetch-Site: of these
+    types pages of other sites can send nothing unasked."""
     is_so_typed = request.headers.get("content-type", "").lower().startswith(media_type)
-    if "origin" in request.headers and not is_so_typed:
+    if {"origin", "sec-fetch-site"} & {*request.headers} and not is_so_typed:
         raise ApiError(415, "unsupported_media_type", f"send the body as {media_type}")
     body = bytearray()
     try:
@@ -110,7 +110,8 @@ class Service:
     max_open: int  # texts that may run or wait
     access: Access
     clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
-    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(3))  # and reading
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of documents
 
     @property
     def app(self) -> Starlette:
@@ -218,9 +219,10 @@ class Service:
     async def documents(self, request: Request) -> Response:
         """Reads a file, of any type that the chat reads, as text, and counts its tokens."""
         client = self._admit(request)
-        async with self.uploads:
-            body = await read_body(request, "application/octet-stream", MAX_BYTES)
-            with self._counted(client, 1):
+        with self._counted(client, 1):
+            async with self.uploads:
+                body = await read_body(request, "application/octet-stream", MAX_BYTES)
+            async with self.readers:
                 read = await asyncio.to_thread(self.protocol.document, body)
         return Response(read, media_type="application/json")
 

@@ -75,11 +75,12 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
 
 def check_kernel(model: Llama, bits: int) -> None:
     """Raises an error if the Triton product with 8 or `bits` bits is not that of plain formulas."""
-    from minitri.devices.gpu.kernels.weights import multiply
+    from minitri.devices.gpu.kernels.weights import COLUMNS, multiply, num_processors
 
     x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))
     x = x.to(model.device, model.dtype)
-    for matrix in (quantize(x, bits), quantize(x, 8)):
+    many = COLUMNS * num_processors(model.device) // len(x) + 1  # other tiles serve large matrices
+    for matrix in (quantize(x, bits), quantize(x, 8), quantize(x.repeat(many, 1), bits)):
         exact = x.float() @ dequantize(*matrix).T
         atol = TOLERANCE * float(exact.max())
         for M in (3, 35):

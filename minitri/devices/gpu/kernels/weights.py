@@ -1,9 +1,10 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
 A program computes some columns of the output. W is split along E among its warps: of every `SHARES`
-groups each reads one, and converts it in registers, once. Their sums are added in a fixed order: a
-row's bits do not depend on the rows next to it. W is the first factor of every product, as a tensor
-core takes 16 rows of the first factor and 8 columns of the second.
+groups each reads one, and converts it in registers, once. Their sums are added in a fixed order:
+among blocks of at most 8 rows, and among longer ones, a row's bits do not depend on the others. W
+is the first factor of every product, as a tensor core takes 16 rows of the first factor and 8
+columns of the second.
 
 Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
