@@ -185,9 +185,18 @@ class Chat:
         return self.talk.turns
 
     def _resume(self, talk: Conversation) -> None:
-        """Continues another conversation, and keeps the documents of both."""
-        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
-        self._read(talk.with_documents({}, self._engine.config, self._args))
+        """Continues another conversation; adds documents about which nothing was asked here."""
+        added = () if self.talk.turns else self.talk.documents
+        both = replace(talk, documents=[*talk.documents, *added])
+        flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # what is there was cut
+        try:
+            talk = both.with_documents({}, self._engine.config, flags)
+        except InputError:
+            if not added:
+                raise
+            for document in added:
+                say(f"{document.name}: left out, as it does not fit next to those")
+        self._read(talk)
         if talk.turns:
             self.do_show("")
 

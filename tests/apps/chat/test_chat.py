@@ -129,6 +129,12 @@ def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, ca
     both = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
     assert [document.name for document in both.talk.documents] == ["night.txt", "day.txt"]
     assert [turn.question for turn in both.talk.turns] == ["Who?"]
+    fresh = begin("--max-prompt-tokens 5", folder=tmp_path)
+    for line in ("Why?", f"/load {tmp_path}/kv"):
+        fresh.obey(line)
+    assert [*fresh.talk.documents] == [*chat.talk.documents]  # not cut by the flag of another chat
+    fresh.obey("/resume")
+    assert ([*fresh.talk.documents], fresh.talk.turns[0].question) == ([], "Why?")
 
 
 @pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
