@@ -11,8 +11,7 @@ import pytest
 
 from minitri import GenerationConfig, Request, SamplingParams
 from tests.conftest import texts_of
-from tests.core.policies import policy_of
-from tests.core.rigs import random_prompt
+from tests.core.rigs import policy_of, random_prompt
 from tests.devices.gpu_twins.conftest import offloaded
 from tests.strategies import engine_of
 

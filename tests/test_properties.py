@@ -21,7 +21,7 @@ from minitri import End, InputError, Request, SpeculationConfig, Token
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.text.tokenizer import StreamDetokenizer
 from tests.conftest import ends_of, tiny_engine
-from tests.core.policies import policy_of
+from tests.core.rigs import policy_of
 from tests.strategies import Case, case_of, engine_of
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "24"))

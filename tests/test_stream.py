@@ -122,13 +122,10 @@ def texts(engine, prompts, *, n=12, **settings):
     return texts_of(engine.generate(prompts, max_new_tokens=n, speculation=False, **settings))
 
 
-def test_ids_are_one_prompt_in_any_form(engine):
+def test_ids_are_one_prompt_in_any_form_and_seeds_decide_and_belong_to_rows(engine):
     ids = PROMPTS[1]
     for given in (torch.tensor(ids), np.array([ids])):
         assert texts(engine, given) == texts(engine, ids)
-
-
-def test_seeds_decide_and_belong_to_rows(engine):
     same = texts(engine, [PROMPTS[0]] * 3, sampling=WARM, seed=5)
     assert len(set(same)) == 3
     assert same == texts(engine, [PROMPTS[0]] * 3, sampling=WARM, seed=[5, 6, 7])

@@ -1,4 +1,5 @@
-"""The harness of the exactness tests: toy models of which everything is known, and enumeration.
+"""The harness of the exactness tests: toy models of which everything is known, enumeration, and the
+chi-square test.
 
 `TableRunner` keeps the tokens it has read, as a cache does, and looks distributions up by them, so
 a cascade that crops too much or too little gets wrong ones. `output_distribution` runs the real
@@ -261,3 +262,27 @@ def add_up(total, tokens: tuple[int, ...], weight: float, target: Table, horizon
     for token, share in enumerate(target.row((*PROMPT, *tokens))):
         if share > 0:
             add_up(total, (*tokens, token), weight * float(share), target, horizon)
+
+
+FALSE_ALARM = 1e-5
+"""Odds of each test."""
+LEAST = 1.25e-3
+"""Rarer outcomes are put together; of 4,000 every cell expects five or more."""
+
+
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Odds that a sound engine is as far off; an outcome of probability 0 makes it 0."""
+    if counts[probs == 0].sum() > 0:
+        return 0.0
+    observed, expected = common_cells(counts, probs), common_cells(probs, probs) * counts.sum()
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    halves = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves))
+
+
+def common_cells(values: Tensor, probs: Tensor) -> Tensor:
+    """Values of the common outcomes, and the sum of those of the rare ones."""
+    is_common = probs >= LEAST
+    is_rare = (probs > 0) & ~is_common
+    rare = [values[is_rare].sum().view(1)] if is_rare.any() else []
+    return torch.cat([values[is_common], *rare])

@@ -10,12 +10,11 @@ from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationC
 from minitri.core.shape import MemoryShape
 
 CHUNK = 8
-Event = tuple[str, int]
-"""What happens to a request: read, token or end; and its number."""
 
 
 class Run:
-    """Events of requests, each of which gets one token in every step."""
+    """Events of requests, read, token or end, each with its number; a request gets one token in
+    every step."""
 
     def __init__(self, num_rows: int = 4) -> None:
         generation = GenerationConfig(shared_chunk=CHUNK)
@@ -32,14 +31,14 @@ class Run:
         self.scheduler.add(RequestState(number, Request([5], client=client), [5] * num_prompt))
         return number
 
-    def until(self, kind: str, number: int) -> list[Event]:
+    def until(self, kind: str, number: int) -> list[tuple[str, int]]:
         """The events up to this one."""
         events = [next(self.events)]
         while events[-1] != (kind, number):
             events.append(next(self.events))
         return events
 
-    def turns(self) -> Iterator[Event]:
+    def turns(self) -> Iterator[tuple[str, int]]:
         while True:
             while (request := self.scheduler.next_request()) is not None:
                 self.scheduler.admit(self.scheduler.free_rows[0], request)
@@ -52,7 +51,7 @@ class Run:
             if can_decode:
                 yield from self.emit([b for b, on in enumerate(self.active) if on])
 
-    def emit(self, rows: list[int]) -> Iterator[Event]:
+    def emit(self, rows: list[int]) -> Iterator[tuple[str, int]]:
         for b in rows:
             number = self.scheduler.admitted[b].number
             yield "token", number

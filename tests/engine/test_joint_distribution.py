@@ -21,8 +21,8 @@ from minitri.core.model.llama import Llama
 from minitri.devices.gpu.attention_backends import attend_masked
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, texts_of, tiny_model
+from tests.core.exactness import FALSE_ALARM, p_value
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
-from tests.core.statistics import FALSE_ALARM, p_value
 
 V, NUM_TOKENS, ROWS = 4, 3, 250
 FIRST_SEED, NUM_SEEDS = 10_000, 4_000

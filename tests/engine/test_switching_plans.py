@@ -17,7 +17,6 @@ from tests.conftest import settings_of, tiny_engine
 from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config, tiny_model
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
-TRIFORCE = StepPlan("triforce", 1, 2)
 
 
 def forced(monkeypatch, plans) -> None:

@@ -104,10 +104,8 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
         ("{{ messages[0].__class__.__mro__ }}", "access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
         ("{{ 9 ** 999999999 }}", "0.3 s,"),
         ("{{ 'x'|center(2000000000) }}", ""),  # a constant, computed before a rendering
-        ("{{ '%*d' % (2000000000, messages|length) }}", ""),
         ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         (NEEDS_PAIRS, "Roles must alternate"),

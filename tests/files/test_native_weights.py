@@ -21,7 +21,6 @@ from tests.files.test_checkpoint import as_gguf
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
 TEXT = random_prompt(tiny_config(vocab_size=310), LONGEST_BLOCK + 71)
-SMALL = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
 ROUNDING = {"float32": 2e-3, "bfloat16": 0.2}
 """Largest difference of logits, whose standard deviation is 1.2. In float32 the inputs of quantized
 matrices are rounded to 16 bits; in bfloat16 the dequantized model is nearly as far away, since

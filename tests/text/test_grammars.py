@@ -29,7 +29,6 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
 MUCH = "more than 1 s, or too much memory"
 REFS = {f"r{n}": {"properties": {"a": {"$ref": f"#/$defs/r{n + 1}"}}} for n in range(700)}
 RULES = "".join(f'r{n}: "a" r{n + 1}\n' for n in range(2900))
-BOTH = " & ".join(f"/.*a{{{n}}}.*/" for n in range(1, 33))
 REFUSED = [
     ("json_schema", '{"$ref": "#"}', "cannot be used (it allows no text)"),
     ("json_schema", json.dumps({"enum": ["x" * 10**7]}), "at most 131072 characters"),
@@ -41,7 +40,6 @@ REFUSED = [
     ("gbnf", "root ::= x", "gbnf"),
     # Others end the process, or take seconds, minutes or 500 MB of it.
     ("lark", f'start: r0\n{RULES}r2900: "b"', MUCH),
-    ("lark", f"start: T\nT: {BOTH}", MUCH),
     ("lark", "start: " + "s " * 16384 + '\ns: "a" | s s |', "Too many items"),
     ("json_schema", json.dumps({"$ref": "#/$defs/r0", "$defs": REFS}), MUCH),
     ("json_schema", json.dumps({"properties": dict.fromkeys(map(str, range(6000)), True)}), "keys"),
@@ -63,14 +61,12 @@ def test_forced_text_that_is_longer_than_a_round_ends_where_the_output_does(engi
     assert len(engine.complete("a", **how).token_ids) == 3
 
 
-def test_ten_short_grammars_and_four_long_ones_are_compiled_once(engine, monkeypatch):
+def test_a_grammar_is_compiled_once_be_it_short_or_long(engine, monkeypatch):
     compile_once = Mock(return_value="")
     monkeypatch.setattr(matcher, "probe", compile_once)
-    lengths = [1] * 10 + [1 << 14] * 4
-    texts = [json.dumps([f"{n:0{length}}"]) for n, length in enumerate(lengths)]
-    for text in [*texts, *texts]:
-        compiled(Grammar("choice", text), engine.tokenizer, engine.config)
-    assert compile_once.call_count == 14
+    for length in (9, 1 << 14) * 2:
+        compiled(Grammar("choice", ["x" * length]), engine.tokenizer, engine.config)
+    assert compile_once.call_count == 2
 
 
 def test_a_model_without_an_end_token_has_no_grammars():

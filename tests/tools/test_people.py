@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 import gguf
-import pytest
 
 from minitri import load
 from minitri.core.config import ModelConfig
@@ -58,19 +57,13 @@ def test_what_is_installed_is_measured_and_the_rest_is_named(call, monkeypatch, 
     assert re.match("llama.cpp n_batch=8 is left out of .*: ValueError: too much", wrong)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "options", "kinds"),
-    [
-        (28, {"attention_bias": True, "output_bias": False}, {"Q4_K": 169, "Q6_K": 29}),
-        (8, {"head_norm": True, "tie_word_embeddings": True}, {"Q4_K": 48, "Q6_K": 9}),
-    ],
-)
-def test_a_random_file_is_mixed_as_llama_cpp_mixes_and_runs(tmp_path, num_layers, options, kinds):
+def test_a_random_file_is_mixed_as_llama_cpp_mixes_and_runs(tmp_path):
     """Counts of Qwen2 in 28 layers are those in the file of its makers."""
-    config = ModelConfig(num_layers, 256, 256, head_dim=128, **SIZES, **options)
+    options = {"attention_bias": True, "output_bias": False}
+    config = ModelConfig(28, 256, 256, head_dim=128, **SIZES, **options)
     random_gguf.write_random(tmp_path / "any.gguf", config)
     tensors = gguf.GGUFReader(tmp_path / "any.gguf").tensors
     found = Counter(tensor.tensor_type.name for tensor in tensors)
-    assert {kind: num for kind, num in found.items() if kind != "F32"} == kinds
+    assert {kind: num for kind, num in found.items() if kind != "F32"} == {"Q4_K": 169, "Q6_K": 29}
     engine = load(tmp_path / "any.gguf", device="cpu")
     assert engine.score(list(range(2, 60))).isfinite().all()

@@ -119,7 +119,6 @@ def command_line(parser: OneLineParser, draw: random.Random) -> list[str]:
 @pytest.fixture
 def tiny_models(monkeypatch):
     engine = tiny_engine()
-
     parts = {"tokenizer": engine.tokenizer, "config": engine.config, "load": lambda: engine}
     monkeypatch.setattr(loader, "OpenEngine", lambda **_: SimpleNamespace(**parts))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -129,8 +128,6 @@ def tiny_models(monkeypatch):
 
 
 SHORT = ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]
-
-
 PROGRAMS = {
     "generate": (generate.main, generate.build_parser(), SHORT),
     "plan": (plan.main, OneLineParser("plan", plan.PlanFlags), []),

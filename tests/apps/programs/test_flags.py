@@ -83,8 +83,6 @@ PROGRAMS = {  # each with a command line that its flags change
     "bench": (bench.main, "-n 4 --seeds 1", "--prompt-file=text"),
     "score": (scoring.main, "", "text"),
 }
-
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in [*PROGRAMS][1:]]
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from minitri.core.decoding.level import Level
-from tests.core.policies import policy_of
 from tests.core.rigs import (
     GREEDY,
     WARM,
     Rig,
     fresh_read,
     near_copy,
+    policy_of,
     random_prompt,
     tiny_config,
     tiny_model,
@@ -82,10 +82,9 @@ def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack,
     name, noise, policy = stack
     method, _, tree = name.partition(" tree ")
     sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
-    how = {"draft": draft_of(noise), "tree": tree, "sampling": sampling, "num_new": 14, **SMALL}
-    clean, poisoned = (
-        Rig(TARGET, PROMPTS, method=method, policy=policy_of(policy), **how) for _ in range(2)
-    )
+    how = {"method": method, "tree": tree, "sampling": sampling, "num_new": 14, **SMALL}
+    how["draft"] = draft_of(noise)
+    clean, poisoned = (Rig(TARGET, PROMPTS, policy=policy_of(policy), **how) for _ in range(2))
     num_steps, num_crops, crop = 0, 0, Level.crop
 
     def crop_and_poison(level, lengths):

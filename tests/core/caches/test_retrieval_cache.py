@@ -15,8 +15,15 @@ from minitri.core.decoding.verification import Proposal
 from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SamplingParams, SpeculationConfig
-from tests.core.policies import policy_of
-from tests.core.rigs import Rig, near_copy, new_cache, random_prompt, tiny_config, tiny_model
+from tests.core.rigs import (
+    Rig,
+    near_copy,
+    new_cache,
+    policy_of,
+    random_prompt,
+    tiny_config,
+    tiny_model,
+)
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim

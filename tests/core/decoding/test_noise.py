@@ -3,7 +3,7 @@
 import torch
 
 from minitri.core.decoding.sampling import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
-from tests.core.statistics import FALSE_ALARM, p_value
+from tests.core.exactness import FALSE_ALARM, p_value
 
 STEP = 0x9E3779B97F4A7C15 - 2**64
 """Of SplitMix64: what it adds to its state, as an int64."""

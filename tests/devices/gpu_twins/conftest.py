@@ -29,7 +29,6 @@ from tests.core.rigs import CPU, random_prompt, tiny_config
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PROMPTS = [random_prompt(tiny_config(), n, seed=n) for n in (60, 3, 21)]
-SMALL = {"budget": 24, "num_recent_tokens": 60, "gamma1": 2, "gamma2": 3}
 UNREADABLE = -(10**9)
 
 

@@ -21,14 +21,11 @@ from minitri.devices.gpu.quantized_copies import copy_in_few_bits, dequantize, q
 from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
 from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config
+from tests.devices.cpu.test_kernels import random
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU
 from tests.devices.gpu_twins.test_attention_backends import needs_triton
 
 CONFIG = tiny_config(num_layers=3)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def before_nan(tensor):

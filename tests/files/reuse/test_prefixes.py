@@ -9,8 +9,7 @@ from minitri import GenerationConfig, Idle, Request, SamplingParams, Speculation
 from minitri.core.caches.full import FullCache
 from minitri.core.requests import End, Token
 from tests.conftest import ends_of, tiny_engine
-from tests.core.policies import policy_of
-from tests.core.rigs import random_prompt
+from tests.core.rigs import policy_of, random_prompt
 from tests.devices.gpu_twins.conftest import offloaded
 
 WARM = SamplingParams(0.9, 30)
