@@ -127,9 +127,6 @@ def test_logits_equal_those_of_transformers_and_of_a_gguf_file(path, tmp_path):
 
 def test_no_stage_batch_or_tree_changes_the_text(path, draft, monkeypatch):
     """Prompts differ in length, and share a prefix; in one way K and V are offloaded."""
-    monkeypatch.setattr(
-        "minitri.devices.choose.load_kernels", lambda: None
-    )  # which read no hosted K
     engine = load(path, draft=str(draft))
     prompts = [random_prompt(engine.config, n, seed=n) for n in (90, 3)]
     prompts.append([*prompts[0][:70], 5, 6])
