@@ -15,16 +15,16 @@ import minitri
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {
-    "core": (5_885, {"core"}),
-    "devices": (2_300, {"core", "devices"}),
-    "text": (885, {"core", "text"}),
-    "files": (1_790, {"core", "devices", "text", "files"}),
-    "trees": (365, {"core", "trees"}),
-    "": (805, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "core": (5_795, {"core"}),
+    "devices": (2_290, {"core", "devices"}),
+    "text": (870, {"core", "text"}),
+    "files": (1_785, {"core", "devices", "text", "files"}),
+    "trees": (335, {"core", "trees"}),
+    "": (770, {"core", "devices", "text", "files", "trees", ""}),
+    "apps": (4_155, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
-goal for all is 16,000 lines and 110,000 tokens."""
+goal for all is 110,000 tokens."""
 ENTRIES = {"generate.py", "__main__.py"}
 """Start programs, so they alone import `apps` from above."""
 FOREIGN = ("tokenizers", "sentencepiece", "safetensors", "jinja2", "huggingface_hub", "numpy")
@@ -117,8 +117,8 @@ def test_all_of_it_is_short_enough_to_read():
         for node in nodes_of(file, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
-    assert lines.total() <= 16_220
-    assert sum(map(num_tokens, FILES)) <= 115_490
+    assert lines.total() <= 16_000
+    assert sum(map(num_tokens, FILES)) <= 113_700
     assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_060
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
     assert sum(map(num_lines, (ROOT / "tests").rglob("*.py"))) <= 14_500

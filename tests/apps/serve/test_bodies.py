@@ -154,7 +154,8 @@ def test_what_is_no_object_of_json_is_refused(server):
         assert refused.status_code == 400
         assert "send an object" in refused.json()["error"]["message"]
     typed = {"content-type": "application/x-www-form-urlencoded"}  # as curl sends it, and a page
-    for headers, code in ((typed, 200), ({}, 200), (typed | {"origin": "https://a.example"}, 415)):
+    foreign = [typed | {name: "cross-site"} for name in ("origin", "sec-fetch-site")]
+    for headers, code in ((typed, 200), ({}, 200), (foreign[0], 415), (foreign[1], 415)):
         done = server.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers)
         assert done.status_code == code, headers
     get, other, post = server.http.get(TEXT), server.http.get("/v2"), server.post("/health")

@@ -132,17 +132,3 @@ def test_the_commands_of_the_docs_work_when_pasted(page, scripted, run):
     for command in page.locator("pre").all_text_contents():
         done = subprocess.run(["bash", "-c", f"{command} -sSf"], capture_output=True, text=True)
         assert (done.returncode, done.stderr, bool(done.stdout)) == (0, "", True), command
-
-
-@pytest.mark.slow
-def test_a_file_may_be_chosen_again_after_its_text_was_changed(page, scripted, tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("It was dark.")
-    page.goto(scripted.url)
-    page.click("#documents summary")
-    for _ in range(2):
-        with page.expect_file_chooser() as chooser:
-            page.click("#file")
-        chooser.value.set_files(file)
-        scripted.wait(lambda: page.input_value("#document") == "It was dark.")
-        page.fill("#document", "")
