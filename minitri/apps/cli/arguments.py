@@ -153,6 +153,7 @@ class OneLineParser(argparse.ArgumentParser):
         if rest := message.partition("unrecognized arguments: ")[2]:
             word, *_ = rest.split()
             message = f"{word} means nothing to {self.prog}"
+            way = "see --help-all, and put a text of several words in quotes"
             for flag in difflib.get_close_matches(word, self._option_string_actions, 1):
                 way = f"did you mean {flag}?"
         raise InputError(f"{shorten(message, 400)}; {way}")
