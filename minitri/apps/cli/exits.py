@@ -141,8 +141,10 @@ def tell(text: str) -> None:
         from textwrap import fill
 
         width = get_terminal_size().columns
-        how = {"break_on_hyphens": False, "break_long_words": False}
-        text = "\n".join(fill(line, width, **how) for line in text.split("\n"))
+        text = "\n".join(
+            fill(line, width, break_on_hyphens=False, break_long_words=False)
+            for line in text.split("\n")
+        )
     sys.stderr.write(text)
 
 

@@ -75,7 +75,8 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
 
 def check_kernel(model: Llama, bits: int) -> None:
     """Raises an error if the Triton product with 8 or `bits` bits is not that of plain formulas."""
-    from minitri.devices.gpu.kernels.weights import COLUMNS, multiply, num_processors
+    from minitri.devices.gpu.kernels.flash_decoding import num_processors
+    from minitri.devices.gpu.kernels.weights import COLUMNS, multiply
 
     x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))
     x = x.to(model.device, model.dtype)
