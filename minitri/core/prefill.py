@@ -88,7 +88,7 @@ def read_by_layers(
         for i, block in enumerate(blocks):
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
             seen = (HostedRow(full, b, starts[i]), model.attend, None, queries.get(i))
-            shared = Pass(block, rotary, *seen, layer=layer)
+            shared = Pass(block, rotary, *seen, layers=[layer])
             chunks_BTE[i] = model.layers.forward(chunks_BTE[i], model.windowed(shared))
             num_layers += 1
             if num_layers % L == 0 and num_layers < L * len(blocks):

@@ -161,13 +161,13 @@ class ModelRunner:
         sequences: Rows,
         active: Active,
         blocks: Rows,
-        depths_T: Tensor,
+        depths: list[int],
         mask_TT: Tensor,
         *,
         has_root: bool,
     ) -> Output:
         """Reads a tree of guesses per row; (B, at least T, V) distributions after its T tokens.
-        Token i of `blocks[b]` has depth `depths_T[i]`, and sees token j if `mask_TT[i, j]`. With
+        Token i of `blocks[b]` has depth `depths[i]`, and sees token j if `mask_TT[i, j]`. With
         `has_root` token 0 is the last of the sequence. Lengths of the cache do not change."""
         paths = None
         if any(self.text_filters):
@@ -176,8 +176,8 @@ class ModelRunner:
         size = max(self.block_sizes, default=len(mask_TT))
         pad = size - len(mask_TT)
         mask_TT = torch.block_diag(mask_TT, torch.eye(pad, dtype=torch.bool))
-        depths_T = F.pad(depths_T, (0, pad))
-        packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
+        roots = [row[:1] for row in blocks]
+        packed_4BT = pack_block(self.model, roots, self.cache, size, depths + [0] * pad)
         guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
         return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, mask_TT)
 

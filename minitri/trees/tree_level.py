@@ -196,9 +196,7 @@ class TreeLevel(Level):
                 origins = [*proposal.origins[b][: len(path)], last]
                 tokens = [*(block[node] for node in path), token]
             paths.append(path)
-            nodes = [0, *path][: len(tokens)]
-            places = (output.probs_BNV[b, nodes], output.logits_BNV[b, nodes])
-            emitted.append(Emitted(tokens, origins, *places))
+            emitted.append(output.emitted(b, tokens, origins, [0, *path][: len(tokens)]))
         self.keep_paths(paths, active)
         self._append(sequences, emitted)
         return emitted
@@ -208,12 +206,13 @@ class TreeLevel(Level):
     ) -> Output:
         """Reads T nodes of each row's tree, from node `first` on; call `keep_paths` next.
         Returns the distributions (B, T, V) after them."""
-        T = len(blocks[0])
-        depths_T = torch.tensor(shape.depths[first : first + T]) - first
-        mask_TT = shape.mask_TT[first : first + T, first : first + T]
+        nodes = slice(first, first + len(blocks[0]))
+        depths = [depth - first for depth in shape.depths[nodes]]
+        mask_TT = shape.mask_TT[nodes, nodes]
         tokens = [[max(token, 0) for token in row] for row in blocks]
-        nodes = (tokens, depths_T, mask_TT)
-        return self.runner.read_tree(sequences, active, *nodes, has_root=first == 0)
+        return self.runner.read_tree(
+            sequences, active, tokens, depths, mask_TT, has_root=first == 0
+        )
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps in the cache of every active row the root and one path of the tree just read."""

@@ -150,11 +150,10 @@ class Level(Stage):
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            last = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
             N = len(tokens)
+            last = "bonus" if proposal.counts[b] < N else "recovered"
             origins = [*proposal.origins[b][: N - 1], last][:N]
-            places = (output.probs_BNV[b, :N], output.logits_BNV[b, :N])
-            emitted.append(Emitted(tokens, origins, *places))
+            emitted.append(output.emitted(b, tokens, origins, slice(N)))
         self._append(sequences, emitted)
         return emitted
 

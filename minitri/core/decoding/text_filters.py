@@ -57,8 +57,7 @@ class TextFilters:
         self._first = len(prompt)
         self._end_tokens = end_tokens
         self._bad_words = bad_words
-        self._numbers_3V = torch.zeros(3, vocab_size)  # a token is changed if it has any
-        self._bias_V, self._in_prompt_V, self._counts_V = self._numbers_3V
+        self._bias_V, self._in_prompt_V, self._counts_V = torch.zeros(3, vocab_size)
         for token, bias in dict(params.logit_bias).items():
             self._bias_V[token] = bias
         is_repetition = params.repetition_penalty != 1
@@ -66,6 +65,8 @@ class TextFilters:
         self._counts_output = is_repetition or any(penalties)
         if is_repetition:
             self._in_prompt_V[prompt] = 1
+        # Kept, as to look for these tokens in each pass would read the whole vocabulary.
+        self._may_change_V = (self._bias_V != 0) | (self._in_prompt_V > 0)
 
     def extend(self, sequence: list[int]) -> None:
         """Counts the new tokens of a row's committed `sequence`, which begins with `self.text`."""
@@ -73,6 +74,7 @@ class TextFilters:
         self.text += new
         for token in new if self._counts_output else ():
             self._counts_V[token] += 1
+            self._may_change_V[token] = True
         if new and self.matcher:
             self.matcher.extend(new)
 
@@ -112,9 +114,8 @@ class TextFilters:
         V = logits_NV.shape[1]  # a drafter's vocabulary may be smaller
         guessed = [(n, token) for n, path in enumerate(counted) for token in path if token < V]
         rows, tokens = torch.tensor(guessed, dtype=torch.int64).view(-1, 2).unbind(1)
-        may_change_V = self._numbers_3V.any(0)
-        may_change_V[tokens] = True
-        ids_U = may_change_V[:V].nonzero().flatten()
+        self._may_change_V[tokens] = True
+        ids_U = self._may_change_V[:V].nonzero().flatten()
         if not len(ids_U):
             return
         counts_NU = self._counts_V[ids_U].repeat(len(paths), 1)

@@ -88,6 +88,12 @@ class Output:
     logits_BNV: Tensor  # of the model alone
     filtered_BNV: Tensor  # logits after penalties, bias and grammar
 
+    def emitted(
+        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
+    ) -> "Emitted":
+        """The `Emitted` of row b, for tokens from the distributions at `places` of its block."""
+        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
+
 
 @dataclass(frozen=True, eq=False)
 class Emitted:

@@ -38,17 +38,16 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 
 
 def pack_block(
-    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths: list[int] | None = None
 ) -> Tensor:
     """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer.
     It has token ids, positions, slots, and the places of outputs, from each row's last token on.
-    Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
+    Token i has position `depths[i]` after the cached ones; by default i, as in a chain."""
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     last = model.config.vocab_size - 1
     places = range(size)
-    depths = places if depths_T is None else depths_T.tolist()
     tokens = [[min(token, last) for token in row] + [0] * (size - len(row)) for row in blocks]
-    positions = [[start + depth for depth in depths] for start in cache.next_positions]
+    positions = [[start + depth for depth in depths or places] for start in cache.next_positions]
     slots = [[length + place for place in places] for length in cache.lengths]
     outputs = [[len(row) - 1 + place for place in places] for row in blocks]
     return torch.tensor([tokens, positions, slots, outputs])

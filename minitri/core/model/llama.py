@@ -151,7 +151,7 @@ class Pass:
     mask_TT: Tensor | None  # which token sees which, see `attention.py`
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
-    layer: int | None = None  # the only one that is computed
+    layers: list[int] | None = None  # numbers of those that are computed, if these are not all
     in_windows: "Pass | None" = None  # of layers with a sliding window, if they differ
 
 
@@ -160,9 +160,8 @@ class Layers(nn.ModuleList):
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         # `forward` saves the microseconds that a module's `__call__` spends on hooks.
-        for number in range(len(self)) if shared.layer is None else (shared.layer,):
-            layer = self[number]
-            x_BTE = layer.forward(x_BTE, number, shared)
+        for number in shared.layers or range(len(self)):
+            x_BTE = self[number].forward(x_BTE, number, shared)
         return x_BTE
 
 

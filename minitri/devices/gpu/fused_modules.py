@@ -58,7 +58,7 @@ class FusedLayers(Layers):
         add = compiled(add_norm)
         x_ME = x_BTE.flatten(0, 1)
         change_ME = torch.zeros_like(x_ME)
-        for number in range(len(self)) if shared.layer is None else (shared.layer,):
+        for number in shared.layers or range(len(self)):
             layer = self[number]
             assert isinstance(layer, Layer)
             norm = layer.input_layernorm
