@@ -43,20 +43,18 @@ class Pool {
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        for (; num_workers < num_threads - 1; ++num_workers) {
-            std::thread(&Pool::work, this, round.load()).detach();
-        }
+        for (; num_workers < num_threads - 1; ++num_workers)
+            std::thread(&Pool::work, this).detach();
         current = &task;
         num_tasks = n;
-        next.store(0, std::memory_order_relaxed);
-        num_busy.store(num_workers, std::memory_order_relaxed);
+        num_ended.store(0, std::memory_order_relaxed);
         {
             std::lock_guard<std::mutex> hold(sleep);
-            round.fetch_add(1, std::memory_order_release);
+            num_left.store(n, std::memory_order_release);
         }
         wake.notify_all();
         take_tasks();
-        for (int spins = 0; num_busy.load(std::memory_order_acquire) > 0; ++spins)
+        for (int spins = 0; num_ended.load(std::memory_order_acquire) < n; ++spins)
             if (spins < SPINS) pause_cpu();
             else std::this_thread::yield();
         if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
@@ -66,27 +64,29 @@ class Pool {
     static constexpr int64_t WORTH_WAKING = 32768;
     static constexpr int SPINS = 4000;  // some 50 to 100 microseconds
 
+    // Who takes a number above 0 from `num_left` has a task, for which its call waits. A call waits
+    // for no worker that has none: one may be asleep, or without a core while other programs run.
     void take_tasks() {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+        while (num_left.load(std::memory_order_relaxed) > 0) {
+            const int64_t left = num_left.fetch_sub(1, std::memory_order_acquire);
+            if (left <= 0) return;
             try {
-                (*current)(i);
+                (*current)(num_tasks - left);
             } catch (...) {
                 std::lock_guard<std::mutex> hold(sleep);
                 failure = std::current_exception();
             }
+            num_ended.fetch_add(1, std::memory_order_release);
         }
     }
 
-    void work(uint64_t seen) {
-        for (;; ++seen) {
-            for (int i = 0; i < SPINS && round.load(std::memory_order_acquire) == seen; ++i)
-                pause_cpu();
-            if (round.load(std::memory_order_acquire) == seen) {
-                std::unique_lock<std::mutex> hold(sleep);
-                wake.wait(hold, [&] { return round.load(std::memory_order_acquire) != seen; });
-            }
-            take_tasks();
-            num_busy.fetch_sub(1, std::memory_order_release);
+    void work() {
+        auto has_tasks = [&] { return num_left.load(std::memory_order_relaxed) > 0; };
+        for (;; take_tasks()) {
+            for (int i = 0; i < SPINS && !has_tasks(); ++i) pause_cpu();
+            if (has_tasks()) continue;
+            std::unique_lock<std::mutex> hold(sleep);
+            wake.wait(hold, has_tasks);
         }
     }
 
@@ -96,9 +96,8 @@ class Pool {
     std::exception_ptr failure;  // the latest of a task
     int64_t num_tasks = 0;
     int num_workers = 0;
-    alignas(64) std::atomic<uint64_t> round{0};
-    alignas(64) std::atomic<int64_t> next{0};
-    alignas(64) std::atomic<int> num_busy{0};
+    alignas(64) std::atomic<int64_t> num_left{0};   // tasks that nobody has taken; or below 0
+    alignas(64) std::atomic<int64_t> num_ended{0};  // of this call
 };
 
 }  // namespace
