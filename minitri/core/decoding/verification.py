@@ -197,7 +197,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(p_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:])
-    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2), (0, 1)).double()
+    S_BN = F.pad(left_BNV.clamp_min_(0).sum(2, dtype=torch.float64), (0, 1))
     have_next_BN = F.pad(guesses.are_real_BN[:, 1:], (0, 1))
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where(have_next_BN & (w_BN < 1), w_BN)
     passes_BN = (uniforms_BN[:, :-1] < h_BN) & guesses.are_real_BN

@@ -1,14 +1,15 @@
 """Execution: how a loaded model is computed, set by `minitri/devices`; the core reads it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from minitri.core.decoding.verification import Rule
     from minitri.core.model.cache import Cache, Slots
     from minitri.core.settings import SamplingParams
 
@@ -53,6 +54,7 @@ class Execution:
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # of a step: threads
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
+    rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # replace those of verification.py
     draft_round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors

@@ -70,6 +70,12 @@ class FilterArguments(Struct):
     )
 
 
+class VerifyArguments(Struct):
+    """Arguments of the C++ kernel for the rules of verification."""
+
+    _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
+
+
 class Matrix(Struct):
     """Addresses of a linear layer's weights and bias, for the C++ kernels."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitri.core.caches.streaming import StreamingCache
+from minitri.core.decoding.verification import verify, verify_block
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
@@ -235,6 +236,10 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         decoding=partial(kernels.threads, 1),
         reading=kernels.threads,
         probs=kernels.probs,
+        rules={
+            verify: partial(kernels.verify, is_block=False),
+            verify_block: partial(kernels.verify, is_block=True),
+        },
         is_narrow=not kernels.instructions.startswith("AVX-512"),
         make_slots=kernels.make_slots,
     )

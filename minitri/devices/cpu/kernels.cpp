@@ -279,7 +279,8 @@ int64_t minitri_sizeof(const char* name) {
     static const std::map<std::string_view, int64_t> sizes{
         SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ConvertArguments),
         SIZE(RotateArguments),    SIZE(FilterArguments), SIZE(Matrix),
-        SIZE(LayerWeights),       SIZE(PassArguments),   SIZE(RoundArguments)};
+        SIZE(LayerWeights),       SIZE(PassArguments),   SIZE(RoundArguments),
+        SIZE(VerifyArguments)};
     const auto found = sizes.find(name);
     return found == sizes.end() ? 0 : found->second;
 }
@@ -304,6 +305,7 @@ KERNEL(norm, LinearArguments, norm<T>(*a))
 KERNEL(round, RoundArguments, draft_round<Op>(*a))
 KERNEL(rotate, RotateArguments, rotate<T>(*a))
 KERNEL(filter, FilterArguments, filter(*a))
+KERNEL(verify, VerifyArguments, verify(*a, option))
 KERNEL(repack, ConvertArguments,
        by_bits(option, [&](auto bits) { repack<bits>(option >= NESTED, *a); }))
 }

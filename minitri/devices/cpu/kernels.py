@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import RMSNorm
 
+from minitri.core.decoding.verification import Guesses, Verdict
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
@@ -177,6 +178,30 @@ class Kernels:
         arguments = filters_of(params, logits=logits_NV, probs=probs_NV, N=N, V=V)
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
+
+    def verify(
+        self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, *, is_block: bool
+    ) -> Verdict:
+        """Block or token verification in one call: a `Rule`, equal to its definition in PyTorch."""
+        tokens_BN, q_BNV, counts_B = guesses
+        B, N, V = q_BNV.shape
+        given = [
+            (p_BNV, torch.float32, B, N + 1, V),
+            (q_BNV, torch.float32, B, N, V),
+            (uniforms_BN, torch.float64, B, N + 1),
+            (tokens_BN, torch.int64, B, N),
+            (counts_B, torch.int64, B),
+        ]
+        require(
+            *(x.is_contiguous() and [x.dtype, *x.shape] == wanted for x, *wanted in given),
+            all(0 <= n <= N for n in counts_B.tolist()),
+            tensors=[x for x, *_ in given],
+        )
+        verdicts_B3 = torch.empty(B, 3, dtype=torch.int64)
+        arguments = abi.VerifyArguments(p=p_BNV, q=q_BNV, uniforms=uniforms_BN, B=B, N=N, V=V)
+        arguments.fill(tokens=tokens_BN, counts=counts_B, verdicts=verdicts_B3)
+        self.call("verify", arguments, p_BNV.dtype, is_block)
+        return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
         """Runs the kernel of this name. Raises `MemoryError` or `RuntimeError` if it fails."""

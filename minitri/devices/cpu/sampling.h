@@ -1,4 +1,5 @@
-// Distributions of logits, and sampling: the filters of `core/decoding/sampling.py`.
+// Distributions of logits, samples and verdicts, as `core/decoding` defines them in `sampling.py` and
+// `verification.py`.
 
 #pragma once
 
@@ -119,15 +120,23 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
 // returns `last`.
 inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform,
                           int64_t last) {
+    // The first token at which the running sum is above `target`; none if that is infinite. Blocks
+    // of zeros, most of a filtered distribution, are skipped.
+    auto run_to = [&](double target, double& sum) {
+        for (int64_t start = 0; start < n; start += LANES) {
+            const int64_t end = std::min(start + LANES, n);
+            if (!ids && end - start == LANES && !any_above(load(x + start), 0.0f)) continue;
+            for (int64_t i = start; i < end; ++i) {
+                const int64_t id = ids ? ids[i] : i;
+                sum += x[id];
+                if (sum > target) return id;
+            }
+        }
+        return last;
+    };
     double total = 0, sum = 0;
-    for (int64_t i = 0; i < n; ++i) total += x[ids ? ids[i] : i];
-    const double target = uniform * total;
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t id = ids ? ids[i] : i;
-        sum += x[id];
-        if (sum > target) return id;
-    }
-    return last;
+    run_to(INFINITY, total);
+    return run_to(uniform * total, sum);
 }
 
 inline void filter(const FilterArguments& a) {
@@ -139,6 +148,57 @@ inline void filter(const FilterArguments& a) {
         std::fill(x + a.V, x + padded, MINUS_INFINITY);
         filter_row(a, x, padded);
         std::copy(x, x + a.V, a.probs + row * a.V);
+    });
+}
+
+struct VerifyArguments {
+    const float *p, *q;              // (B, N + 1, V), (B, N, V)
+    const double* uniforms;          // (B, N + 1)
+    const int64_t *tokens, *counts;  // (B, N), (B): guesses, and how many each row has
+    int64_t* verdicts;               // (B, 3): accepted guesses, next token, whether all is finite
+    int64_t B, N, V;
+};
+
+inline bool are_finite(const float* x, int64_t n) {
+    Vec zeros{};
+    for (int64_t i = 0; i < n; i += LANES) zeros += some(x + i, n - i) * 0.0f;
+    return sum_lanes(zeros) == 0;
+}
+
+// Block or token verification. w[i] is the probability to keep the first i guesses, by tokens 1 or
+// 0. From the last guess on, the first that passes its test is the last that is accepted; the next
+// token comes from max(w[i] p - q, 0).
+inline void verify(const VerifyArguments& a, bool is_block) {
+    Pool::get().run(a.B, a.B * a.N * a.V, [&](int64_t b) {
+        static thread_local Scratch<float> memory;
+        const int64_t V = a.V, padded = round_up(V, LANES), n = a.counts[b];
+        const float *p = a.p + b * (a.N + 1) * V, *q = a.q + b * a.N * V;
+        const double* uniforms = a.uniforms + b * (a.N + 1);
+        float* left = memory.get(padded);
+        std::vector<double> w{1};
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t at = i * V + std::clamp<int64_t>(a.tokens[b * a.N + i], 0, V - 1);
+            const double p_i = p[at], q_i = q[at], ratio = q_i > 0 ? p_i / q_i : NAN;
+            w.push_back(w[i] * (is_block ? ratio : double(uniforms[i] * q_i < p_i)));
+            if (w.back() > 1) w.back() = 1;
+        }
+        int64_t kept = n;
+        double mass = 0, chance = w[n];
+        while (kept > 0 && !(uniforms[kept - 1] < chance)) {
+            --kept;
+            const float *p_V = p + kept * V, *q_V = q + kept * V, scale = w[kept];
+            for (int64_t i = 0; i < V; i += LANES) {
+                const Vec rest = scale * some(p_V + i, V - i) - some(q_V + i, V - i);
+                store(left + i, maximum(rest, Vec{}));
+            }
+            mass = mass_from(left, padded, 0.0f).sum;
+            chance = w[kept] < 1 ? mass / (mass + 1 - w[kept]) : w[kept];
+        }
+        const float* next = mass > 0 ? left : p + kept * V;
+        int64_t* verdict = a.verdicts + 3 * b;
+        verdict[0] = kept;
+        verdict[1] = sample_row(next, nullptr, V, uniforms[a.N], V - 1);
+        verdict[2] = are_finite(p, (n + 1) * V) && are_finite(q, n * V);
     });
 }
 

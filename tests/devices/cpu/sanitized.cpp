@@ -151,6 +151,14 @@ std::vector<T> results(int dtype, int threads) {
         ok(minitri_filter(0, 0, threads, &f));
         for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
     }
+    const int64_t places = 3, counts[] = {2, 0}, guesses[] = {7, V - 1, 0, 0};
+    const auto p = filled<float>(B * places * V, 24), q = filled<float>(B * (places - 1) * V, 25);
+    for (bool is_block : {true, false}) {
+        int64_t verdicts[3 * B] = {};
+        VerifyArguments v{p.data(), q.data(), uniforms.data(), guesses, counts, verdicts, B, places - 1, V};
+        ok(minitri_verify(0, is_block, threads, &v));
+        for (int64_t number : verdicts) { all.emplace_back(); narrow(float(number), &all.back()); }
+    }
     return all;
 }
 

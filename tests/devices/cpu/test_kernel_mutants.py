@@ -1,10 +1,12 @@
 """Wrong kernels are noticed by the tests of this folder: one bug for each of their contracts."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
+from minitri.core.decoding.verification import verify_block
 from minitri.core.errors import InputError
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu.kernels import load_kernels
@@ -14,6 +16,7 @@ from tests.devices.cpu import test_filters as filters
 from tests.devices.cpu import test_kernels as claims
 from tests.devices.cpu import test_pass as passes
 from tests.devices.cpu import test_quantized as quantized
+from tests.devices.cpu import test_verify as verdicts
 from tests.devices.cpu.conftest import compiled
 
 pytestmark = [
@@ -49,6 +52,15 @@ CLAIMS = {
     "a round": lambda kernels: rounds.check_rounds(
         rounds.models_of("lent", FLOAT), SamplingParams(1.0), gamma1=3
     ),
+    "a verdict": lambda kernels: verdicts.test_verdicts_are_those_of_the_definition(
+        kernels, verify_block, 50
+    ),
+    "no residual": lambda kernels: verdicts.test_a_residual_that_vanishes_falls_back_to_p(
+        kernels, verify_block
+    ),
+    "one row alone": lambda kernels: verdicts.test_numbers_that_are_not_finite_end_their_row_alone(
+        kernels, verify_block, math.nan
+    ),
 }
 MUTANTS = """
 filters: mass.sum >= wanted => mass.sum > 2 * wanted
@@ -64,6 +76,10 @@ a pass: slot = p.lengths[b] + t => slot = p.lengths[0] + t
 a pass: E) + float(eps) => E) + 0.0f
 a round: a.uniforms[at] => a.uniforms[b * a.N]
 a round: row[a.ids[n]] = => row[a.ids[n + outputs]] =
+a verdict: kept > 0 && !(uniforms[kept - 1] => kept > 0 && !(uniforms[a.N]
+a verdict: scale * some(p_V + i, V - i) - some => scale * some(p_V + i, V - i) - 0.0f * some
+no residual: mass > 0 ? left => kept < n ? left
+one row alone: are_finite(q, n * V) => are_finite(q, a.N * V)
 """
 ONE_DTYPE = [("work(BFloat16Operand());", "{}"), ("work(Widened<Float16>());", "{}")]
 """What float32 alone does without: two thirds of the time of the compiler."""

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from minitri.core.decoding.verification import Guesses
 from minitri.core.model.attention import attend_math
 from minitri.core.model.linear import Linear
 from minitri.core.settings import LONGEST_BLOCK
@@ -244,6 +245,11 @@ def wrong_calls():
     yield rotate, *[random(1, 1, 1, 7)] * 3
     yield kernels.probs, random(2, 50).bfloat16(), GREEDY
     yield kernels.probs, random(50), GREEDY
+    numbers, tokens, counts = torch.zeros(1, 3).double(), torch.tensor([[1, 1]]), torch.tensor([2])
+    p, q = random(1, 3, 50), random(1, 2, 50)
+    for guesses in ((tokens, q[..., :49], counts), (tokens, q, counts + 1), (tokens, p, counts)):
+        yield kernels.verify, p, numbers, Guesses(*guesses), {"is_block": True}
+    yield kernels.verify, p, numbers.float(), Guesses(tokens, q, counts), {"is_block": True}
 
 
 def test_what_would_be_read_or_written_elsewhere_is_refused():
