@@ -35,7 +35,7 @@ def begin(
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):
             stage.source = (sources or {}).get(stage.name, stage.source)
-            stage.source.rule = stack.source.rule
+            stage.source.rule, stage.source.run_rule = stack.source.rule, stack.source.run_rule
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         stack.admit(b, RequestState(b, request, prompt))
     return stack

@@ -5,6 +5,7 @@ buffers and replays the graph. **Its output is overwritten by the next run** of 
 weights and caches must keep their addresses.
 """
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
+        self.rules = set[Any]()  # of verification, for which all has been captured
         self.is_capturing = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
@@ -34,10 +36,12 @@ class GraphPool:
             self._stream = torch.cuda.Stream(device)
 
     @torch.inference_mode()
-    def run(self, function: Function, *inputs: Any) -> Any:
+    def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
         """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
         Else captures it first if `is_capturing`. Raises `InputError` if this fails."""
-        key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
+        shapes = ((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
+        key = function, *constants.values(), *shapes
+        function = functools.partial(function, **constants)
         if self.is_capturing and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
         if key in self._captured:

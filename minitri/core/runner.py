@@ -21,7 +21,7 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.random_source import CoupledSource, RandomSource, sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
-from minitri.core.decoding.verification import Active, Output, Proposal, Rows
+from minitri.core.decoding.verification import Active, Guesses, Output, Proposal, Rows, Rule
 from minitri.core.graphs import Function, GraphPool
 from minitri.core.model.block import pack_block, read_block, unpack_block
 from minitri.core.model.cache import Cache
@@ -77,6 +77,14 @@ class Passes:
         probs_BNV = probs_by_tensor(logits_BNV, self.sampling, self.numbers_B3)
         return pad_vocabulary(probs_BNV, self.vocab_size)
 
+    def verify(
+        self, packed_4BT: Tensor, numbers_BN: Tensor, guesses: Guesses, *, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and distributions (B, N + 1, V) at N guesses, and a rule's packed verdict."""
+        logits_BNV = self.head(self.forward(packed_4BT, guesses.tokens_BN))
+        probs_BNV = self.probs(logits_BNV)
+        return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
+
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
         # Id, position and slot of each row's last token.
@@ -98,8 +106,8 @@ class ModelRunner:
     def __init__(
         self, passes: Passes, *, graphs: GraphPool | None = None, block_sizes: Collection[int] = ()
     ) -> None:
-        """Makes a runner; with `graphs`, captures passes over blocks of `block_sizes` now.
-        Later blocks are padded to the next size, trees to the largest. Raises `InputError`."""
+        """Makes a runner; with `graphs`, of passes over blocks of `block_sizes`.
+        Other blocks are padded to the next size, trees to the largest."""
         B = len(passes.cache.lengths)
         self.passes = passes
         self.model = passes.model
@@ -108,28 +116,38 @@ class ModelRunner:
         self.text_filters: list[TextFilters | None] = [None] * B
         self.graphs = graphs
         self.block_sizes = sorted(block_sizes) if graphs else []
-        for size in self.block_sizes:  # a capture writes to slots after the prefixes only
-            packed_4BT = pack_block(self.model, [[0]] * B, self.cache, size)
-            guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
-            self._output(self.passes.forward, None, packed_4BT, guesses_BN)
 
     def next_probs(
-        self, sequences: Rows, active: Active, guesses: Proposal | None = None
+        self,
+        sequences: Rows,
+        active: Active,
+        guesses: Proposal | None = None,
+        source: RandomSource | None = None,
     ) -> Output:
-        """One pass over tokens that the cache lacks and N guesses: distributions (B, N + 1, V)."""
+        """One pass over tokens that the cache lacks and N guesses: distributions (B, N + 1, V).
+        If one graph can do both, also verifies the guesses by `source`."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
         T = max(num_read)
         size = min((size for size in self.block_sizes if size >= T), default=T)
-        tokens_BN = guesses.tokens_BN
-        if self.graphs:  # a graph has room for a guess at every place but the first
-            tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        paths = None
-        if any(self.text_filters):  # else the host need not wait for the guesses
-            paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
-        output = self._output(self.passes.forward, paths, packed_4BT, tokens_BN)
+        if source and self.graphs and self.has_captured_filters and not any(self.text_filters):
+            starts = [len(sequence) for sequence in sequences]
+            numbers_BN = source.numbers(guesses.counts, starts, active)
+            inputs = guesses.padded(numbers_BN, size - 1, self.passes.vocab_size)
+            found = self.graphs.run(self.passes.verify, packed_4BT, *inputs, rule=source.rule)
+            logits_BNV, probs_BNV, verdict_BX = found
+            probs_BNV = probs_BNV.clone()  # may be read after the next run has overwritten it
+            output = Output(probs_BNV, logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
+        else:
+            tokens_BN = guesses.tokens_BN
+            if self.graphs:  # a graph has room for a guess at every place but the first
+                tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
+            paths = None
+            if any(self.text_filters):  # else the host need not wait for the guesses
+                paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
+            output = self._output(self.passes.forward, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
@@ -276,8 +294,8 @@ class DraftRunner(ModelRunner):
         if self.graphs:
             size = self.cache.settings.max_block  # one size, so that graphs are few
             packed_4BT = pack_block(self.model, fresh, self.cache, size)
-            output = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
-            tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
+            # Whoever verifies copies these before the next run of a graph, which overwrites them.
+            tokens_BN, probs_BNV = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
         else:
             assert draft_round
             V = self.passes.vocab_size

@@ -11,7 +11,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Stage
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.core.decoding.verification import Emitted, Proposal, Rows
+from minitri.core.decoding.verification import Emitted, Rows
 from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
@@ -72,16 +72,14 @@ class Stack:
             self._capture(memory.graphs)
 
     def _capture(self, graphs: GraphPool) -> None:
-        """Captures CUDA graphs of verdicts and guesses in all shapes, before steps are timed."""
-        B = self.shape.num_rows
-        V = self.target.config.vocab_size
-        graphs.is_capturing = True
-        self.source.rule = functools.partial(graphs.run, self.source.rule)
-        for size in {size for it in self.memory.runners.values() for size in it.block_sizes}:
-            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
-            self.source.verify(Proposal.nothing(B), probs_BNV, [0] * B, [False] * B)
-        for stage in self.cascade.stages:
+        """Captures CUDA graphs of all passes and verdicts before steps are timed.
+        An earlier run over the same memory may have done that."""
+        rule = self.source.rule
+        self.source.run_rule = functools.partial(graphs.run, rule)
+        graphs.is_capturing = rule not in graphs.rules
+        for stage in self.cascade.stages if graphs.is_capturing else ():
             stage.capture(self.shape.speculation.plans)
+        graphs.rules.add(rule)
         graphs.is_capturing = False
         self.stats.num_graphs = graphs.num_graphs
 

@@ -54,7 +54,7 @@ class TableRunner:
         self.text_filters = [*text_filters] or [None] * batch_size
         self.memory = [PROMPT[:-1] for _ in range(batch_size)]
 
-    def next_probs(self, sequences, active, guesses=None):
+    def next_probs(self, sequences, active, guesses=None, source=None):
         tokens = [[]] * len(active) if guesses is None else guesses.tokens
         N = max(map(len, tokens)) + 1
         probs_BNV = torch.zeros(len(sequences), N, self.table.V, dtype=torch.float64)

@@ -4,8 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from minitri.core.caches.full import FullCache
+from minitri.core.decoding.random_source import IndependentSource
+from minitri.core.decoding.verification import Guesses, Proposal
 from minitri.core.graphs import GraphPool
 from minitri.core.model.block import pack_block
 from minitri.core.model.llama import Llama
@@ -48,6 +51,11 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     pool = GraphPool(model.device)
     passes = Passes(model, cache, WARM, CONFIG.vocab_size)
     runner = ModelRunner(passes, graphs=pool, block_sizes={1, 4})
+    source, nobody = IndependentSource(), ([[0]] * 2, [False] * 2)
+    for size in (1, 4):
+        guesses = Proposal.of([[0] * (size - 1)] * 2, torch.zeros(2, size - 1, 0), "")
+        runner.next_probs(*nobody, guesses)
+        runner.next_probs(*nobody, guesses, source)
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [
             [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
@@ -55,23 +63,27 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
         runner.set_sampling(0, SamplingParams() if kept == 2 else warm)
         packed_4BT = pack_block(model, [row[:1] for row in blocks], cache, size)
-        inputs = (packed_4BT, torch.tensor(blocks)[:, 1:])  # on the host
-        eager = runner.passes.forward(*(it.cuda() for it in inputs))
-        logits = runner.passes.head(eager)
-        probs = runner.passes.probs(logits)
+        tokens = torch.tensor(blocks)[:, 1:]  # on the host
+        q = torch.rand(2, size - 1, CONFIG.vocab_size, device="cuda").softmax(2)
+        guesses = Guesses(tokens, q, torch.tensor([size - 1, 0]))
+        inputs = (packed_4BT, torch.rand(2, size, dtype=torch.float64), guesses)
+        moved = tree_map(lambda it: it.cuda(), inputs)
+        hidden = passes.forward(moved[0], moved[2].tokens_BN)
+        logits, probs, verdict = passes.verify(*moved, rule=source.rule)
         slots = [it[:, :, :, : cache.lengths[0] + size] for it in (cache.keys, cache.values)]
         exact = [it.clone() for it in slots]
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         with waits() as found:
-            replayed = pool.run(runner.passes.forward, *inputs)
-            replayed_probs = pool.run(runner.passes.probs, logits)
+            replayed = pool.run(passes.forward, packed_4BT, tokens)
+            replayed_probs = pool.run(passes.probs, logits)
+            verified = pool.run(passes.verify, *inputs, rule=source.rule)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not found
-        pairs = zip((replayed, replayed_probs, *slots), (eager, probs, *exact), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
+        got, wanted = (replayed, replayed_probs, *verified), (hidden, probs, logits, probs, verdict)
+        assert all(map(torch.equal, (*got, *slots), (*wanted, *exact)))
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
-    assert pool.num_graphs == 4
+    assert pool.num_graphs == 6
 
 
 @pytest.mark.takes(seconds=10, gib=2)

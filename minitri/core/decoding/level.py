@@ -145,15 +145,17 @@ class Level(Stage):
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass of the model; appends emitted tokens to the active rows.
         Each gets at least one token, or none if p or q is not finite."""
-        output = self.runner.next_probs(sequences, active, proposal)
-        starts = [len(sequence) for sequence in sequences]
-        outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
+        output = self.runner.next_probs(sequences, active, proposal, self.source)
+        outcome = output.emitted_rows
+        if outcome is None:
+            starts = [len(sequence) for sequence in sequences]
+            outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            N = len(tokens)
+            N = len(tokens) if active[b] else 0
             last = "bonus" if proposal.counts[b] < N else "recovered"
             origins = [*proposal.origins[b][: N - 1], last][:N]
-            emitted.append(output.emitted(b, tokens, origins, slice(N)))
+            emitted.append(output.emitted(b, tokens[:N], origins, slice(N)))
         self._append(sequences, emitted)
         return emitted
 
@@ -167,13 +169,19 @@ class Level(Stage):
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         B = len(self.runner.sampling)
+        nobody = ([[0]] * B, [False] * B)
+        for size in self.runner.block_sizes:  # this writes to slots after the prefixes only
+            guesses = Proposal.of([[0] * (size - 1)] * B, torch.zeros(B, size - 1, 0), "")
+            self.runner.next_probs(*nobody, guesses, self.source)
+            probs_BNV = self.runner.next_probs(*nobody, guesses).probs_BNV
+            self.source.verify(guesses, probs_BNV, [0] * B, [False] * B)
         lengths = {  # of drafts; the retrieval level makes all tokens after the first alike
             plan.gamma1 or min(plan.gamma2, 2)
             for plan in plans
             if [self.name] == plan.proposers[:1] and not plan.tree
         }
         for N in lengths:
-            self.runner.draft([[0]] * B, [False] * B, N, self.source)
+            self.runner.draft(*nobody, N, self.source)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         self.runner.prepare(sequences, active)

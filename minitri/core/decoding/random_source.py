@@ -29,7 +29,8 @@ class RandomSource:
     """Base class of random sources: samples tokens and verifies proposals."""
 
     def __init__(self, rule: Rule) -> None:
-        self.rule = rule  # or its captured graphs
+        self.rule = rule
+        self.run_rule = rule  # or its captured graphs
         self._by_row: dict[int, Any] = {}  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
@@ -55,8 +56,7 @@ class RandomSource:
     ) -> Rows:
         """Verifies a proposal by the verifier's distributions p; returns rows' emitted tokens."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
-        rows = decide(self.rule, proposal, probs_BNV, numbers_BN)
-        return [tokens if on else [] for tokens, on in zip(rows, active, strict=True)]
+        return decide(self.run_rule, proposal, probs_BNV, numbers_BN)
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:

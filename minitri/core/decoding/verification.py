@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from minitri.core.decoding.sampling import gumbel_argmax, sample
 
@@ -75,6 +76,25 @@ class Proposal:
         """The guesses of each row as lists; the host waits for the device."""
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
+    def padded(self, numbers_BN: Tensor, N: int, V: int) -> tuple[Tensor, "Guesses"]:
+        """Random numbers and guesses for a pass with places for N guesses, over V tokens."""
+        tokens_BN = self.tokens_BN
+        q_BNV = self.probs_BNV
+        pad = N - tokens_BN.shape[1]
+        if pad or q_BNV.shape[2] < V:  # a captured pass has more places, an empty proposal no V
+            tokens_BN = F.pad(tokens_BN, (0, pad))
+            q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
+            numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
+        return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
+
+    def emitted(self, verdict_BX: Tensor) -> Rows:
+        """Each row's accepted guesses and one token, by `Verdict.packed`; the host waits for it.
+        No tokens of a row whose p or q is not finite."""
+        return [
+            [*tokens[:n], last] if is_finite and b not in self.failed else []
+            for b, (n, last, is_finite, *tokens) in enumerate(verdict_BX.tolist())
+        ]
+
     def depth(self, b: int) -> int:
         """The largest number of row b's guesses that can be accepted; in a tree, its depth."""
         return self.counts[b]
@@ -87,6 +107,7 @@ class Output:
     probs_BNV: Tensor  # after all filters
     logits_BNV: Tensor  # of the model alone
     filtered_BNV: Tensor  # logits after penalties, bias and grammar
+    emitted_rows: Rows | None = None  # each row's new tokens, if the pass verified guesses, too
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
@@ -142,6 +163,10 @@ class Verdict(NamedTuple):
     next_B: Tensor  # the token after the accepted guesses: recovered, or bonus if all were accepted
     finite_B: Tensor  # whether all p and q that count are finite
 
+    def packed(self, guesses: Guesses) -> Tensor:
+        """The verdict and the guesses as one tensor (B, 3 + N), for one copy to the host."""
+        return torch.cat((torch.stack(self, 1), guesses.tokens_BN), 1)
+
 
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
 """A verification rule: judges guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1)
@@ -151,23 +176,9 @@ without a host sync."""
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
     """Applies a rule to a proposal: each row's accepted guesses and one token.
     No tokens of a row whose p or q is not finite."""
-    tokens_BN = proposal.tokens_BN
-    q_BNV = proposal.probs_BNV
-    V = p_BNV.shape[2]
-    pad = p_BNV.shape[1] - numbers_BN.shape[1]
-    if pad or q_BNV.shape[2] < V:  # a captured pass has more places, an empty proposal no V
-        tokens_BN = F.pad(tokens_BN, (0, pad))
-        q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
-        numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
-    inputs = (numbers_BN, tokens_BN, q_BNV, torch.tensor(proposal.counts))
-    numbers_BN, *guesses = (tensor.to(p_BNV.device, non_blocking=True) for tensor in inputs)
-    verdict_B3 = torch.stack(rule(p_BNV, numbers_BN, Guesses(*guesses)), 1)
-    # One copy from the device, for which the host waits.
-    rows = enumerate(torch.cat((verdict_B3, guesses[0]), 1).tolist())
-    return [
-        [*tokens[:n], last] if is_finite and b not in proposal.failed else []
-        for b, (n, last, is_finite, *tokens) in rows
-    ]
+    inputs = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
+    inputs = tree_map(lambda it: it.to(p_BNV.device, non_blocking=True), inputs)
+    return proposal.emitted(rule(p_BNV, *inputs).packed(inputs[1]))
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:

@@ -96,9 +96,9 @@ class LintedPool(CpuPool):
         self.outputs: dict[int, Tensor | tuple[Tensor, ...]] = {}
         self.num_runs = 0
 
-    def run(self, function, *inputs):
+    def run(self, function, *inputs, **constants):
         before = self.num_runs
-        output = super().run(function, *inputs)
+        output = super().run(function, *inputs, **constants)
         assert self.num_runs > before, "inputs of shapes that were not captured"
         return output
 

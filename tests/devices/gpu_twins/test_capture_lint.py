@@ -10,6 +10,7 @@ import torch
 from minitri.core.errors import InputError
 from minitri.core.graphs import GraphPool
 from minitri.core.settings import SamplingParams, StepPlan
+from minitri.core.stack import Stack
 from tests.conftest import tiny_model
 from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
@@ -62,6 +63,22 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
         None, method, sampling=sampling, **how
     )
     assert pool.num_runs > 2 * pool.num_graphs > 0
+
+
+def test_a_round_is_one_replay_and_captured_once_for_all_runs(lengths_on_the_device):
+    """Pass, filters and verdict are one graph, as the guesses of a drafter's round are."""
+    pool, target = LintedPool(), as_on_a_gpu(tiny_model(CONFIG))
+    how = {"method": "triforce", "sampling": WARM, "budget": 24, **GAMMAS}
+    how |= {"num_recent_tokens": 60, "graphs": pool}
+    rig = Rig(target, PROMPTS[:1], draft=as_on_a_gpu(near_copy(target, 0.02)), **how)
+    rig.start()
+    before, num_guesses = pool.num_runs - rig.num_verdicts(), rig.stats.stages[0].num_rounds
+    rig.step()
+    num_rounds = (rig.stats.stages[0].num_rounds - num_guesses) / GAMMAS["gamma1"]
+    assert pool.num_runs - rig.num_verdicts() - before == num_rounds > 1
+    counts = pool.num_runs, pool.num_graphs
+    Stack(rig.memory, rig.session.shape)
+    assert (pool.num_runs, pool.num_graphs) == counts
 
 
 ADDED = {
