@@ -54,7 +54,8 @@ class Stack:
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
         self.source: RandomSource = CoupledSource() if speculation.coupled else independent
-        self.source.rule = self.target.execution.rules.get(self.source.rule, self.source.rule)
+        rule = self.source.rule
+        self.source.run_rule = self.target.execution.rules.get(rule, rule)
         drafter: Stage | None = None  # made before the levels: statistics list the lowest first
         if shape.uses_drafter and not models.draft:
             where = (self.meter, runners["target"])
