@@ -185,17 +185,19 @@ class Kernels:
         """Block or token verification in one call: a `Rule`, equal to its definition in PyTorch."""
         tokens_BN, q_BNV, counts_B = guesses
         B, N, V = q_BNV.shape
-        given = [
-            (p_BNV, torch.float32, B, N + 1, V),
-            (q_BNV, torch.float32, B, N, V),
-            (uniforms_BN, torch.float64, B, N + 1),
-            (tokens_BN, torch.int64, B, N),
-            (counts_B, torch.int64, B),
+        tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
+        wanted = [
+            (torch.float32, B, N + 1, V),
+            (torch.float32, B, N, V),
+            (torch.float64, B, N + 1),
+            (torch.int64, B, N),
+            (torch.int64, B),
         ]
         require(
-            *(x.is_contiguous() and [x.dtype, *x.shape] == wanted for x, *wanted in given),
+            [(x.dtype, *x.shape) for x in tensors] == wanted,
+            all(x.is_contiguous() for x in tensors),
             all(0 <= n <= N for n in counts_B.tolist()),
-            tensors=[x for x, *_ in given],
+            tensors=tensors,
         )
         verdicts_B3 = torch.empty(B, 3, dtype=torch.int64)
         arguments = abi.VerifyArguments(p=p_BNV, q=q_BNV, uniforms=uniforms_BN, B=B, N=N, V=V)
