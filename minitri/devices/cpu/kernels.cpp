@@ -1,4 +1,4 @@
-// Kernels of a short forward pass on a CPU: attention, linear layers, RoPE, sampling filters.
+// Kernels of a short forward pass on a CPU: attention, linear layers, RoPE, filters, verdicts.
 //
 // Decoding is bound by memory, so each kernel reads weights, K and V once, in the layout they have,
 // for all rows of the block. Row invariance: every number of a row's result is computed by the same
