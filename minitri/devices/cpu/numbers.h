@@ -161,28 +161,20 @@ inline void narrow(float x, Float16* to) {
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
-// Combines all lanes into one number, in the same order everywhere: by halves.
-template <class Combine> inline float fold_lanes(Vec v, Combine&& combine) {
-    typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-    float x[LANES];
-    store(x, v);
-    for (int width = LANES / 2; width >= 4; width /= 2) {
-        for (int i = 0; i < width; i += 4) {
-            Four* low = reinterpret_cast<Four*>(x + i);
-            *low = combine(*low, *reinterpret_cast<Four*>(x + i + width));
-        }
-    }
-    return combine(combine(x[0], x[2]), combine(x[1], x[3]));
+// Combines the first 2 WIDTH lanes into one number, in the same order everywhere: by halves.
+template <int WIDTH = LANES / 2, class Combine> inline float fold_lanes(Vec v, Combine combine) {
+    for (int i = 0; i < WIDTH; ++i) v[i] = combine(v[i], v[i + WIDTH]);
+    if constexpr (WIDTH == 1) return v[0];
+    else return fold_lanes<WIDTH / 2>(v, combine);
 }
-
 inline float sum_lanes(Vec v) {
 #ifdef HAS_AVX512
     return _mm512_reduce_add_ps((__m512)v);
 #endif
-    return fold_lanes(v, [](auto a, auto b) { return a + b; });
+    return fold_lanes(v, [](float a, float b) { return a + b; });
 }
 inline float max_lanes(Vec v) {
-    return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
+    return fold_lanes(v, [](float a, float b) { return a > b ? a : b; });
 }
 
 inline bool any_above(Vec v, float limit) {
