@@ -95,10 +95,10 @@ struct Task {
         if (plan.num_pieces > 1) end = std::min(end, begin + PIECE);
     }
     int64_t token(int64_t r) const { return (first + r) / plan.G; }
-    int64_t head(int64_t r) const { return k * plan.G + (first + r) % plan.G; }
-    // Where the head of row r begins in a tensor (B, T, H, D).
+    // Where the query or result of row r begins in a tensor (B, T, H, D).
     int64_t place(int64_t r) const {
-        return ((b * plan.a.T + token(r)) * plan.a.H + head(r)) * plan.a.D;
+        const int64_t head = k * plan.G + (first + r) % plan.G;
+        return ((b * plan.a.T + token(r)) * plan.a.H + head) * plan.a.D;
     }
 };
 
