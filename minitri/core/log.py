@@ -16,23 +16,20 @@ class LossyHandler(logging.StreamHandler[TextIO]):
     _num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._write(record)
-        except Exception:  # as other handlers do
-            self.handleError(record)
-
-    def _write(self, record: logging.LogRecord) -> None:
         if self._num_lost:
             record.msg = f"{record.msg} (after {self._num_lost} lines that are lost)"
-        text = self.format(record) + self.terminator
-        for start in range(0, len(text), PIECE):
-            has_room = [self.stream]
-            with suppress(ValueError):  # a stream in memory has no number
-                _, has_room, _ = select.select([], has_room, [], 0)
-            if not has_room:
-                self._num_lost += 1
-                return
-            with suppress(OSError):  # a pipe that is closed
-                self.stream.write(text[start : start + PIECE])
-                self.flush()
-        self._num_lost = 0
+        try:
+            text = self.format(record) + self.terminator
+            for start in range(0, len(text), PIECE):
+                has_room = [self.stream]
+                with suppress(ValueError):  # a stream in memory has no number
+                    _, has_room, _ = select.select([], has_room, [], 0)
+                if not has_room:
+                    self._num_lost += 1
+                    return
+                with suppress(OSError):  # a pipe that is closed
+                    self.stream.write(text[start : start + PIECE])
+                    self.flush()
+            self._num_lost = 0
+        except Exception:  # as other handlers do
+            self.handleError(record)

@@ -275,6 +275,11 @@ class SpeculationConfig:
         """Slots that a small KV cache frees before a step: for unread tokens, and for guesses."""
         return 2 * self.max_block
 
+    @property
+    def window_slots(self) -> int:
+        """Slots of a drafter's cache: sinks and recent tokens, with room to slide and to guess."""
+        return self.num_sink_tokens + self.num_recent_tokens + SLIDE + self.room
+
 
 def _choices(gamma: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
     """The gammas among which the autotuner chooses: `gamma` alone, if given, else `choices`."""

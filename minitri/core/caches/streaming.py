@@ -12,7 +12,7 @@ import torch
 from minitri.core.errors import InputError
 from minitri.core.model.cache import KV, BlockKV, Cache, plain_slots, write_after
 from minitri.core.model.llama import Llama
-from minitri.core.settings import SLIDE, SpeculationConfig
+from minitri.core.settings import SpeculationConfig
 
 
 class StreamingCache(Cache):
@@ -21,8 +21,7 @@ class StreamingCache(Cache):
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
         """Allocates an empty cache. Raises `InputError` if its window exceeds the drafter's."""
         config = model.config
-        kept = speculation.num_sink_tokens + speculation.num_recent_tokens
-        slots = kept + SLIDE + speculation.room
+        slots = speculation.window_slots
         if slots > config.context_length:
             raise InputError(
                 f"the drafter {config.name} holds {config.context_length} tokens but its window "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.roofline import copy_bytes, default_copy_bits, num_weights
-from minitri.core.settings import LONGEST_BLOCK, SLIDE, pad_to_stride
+from minitri.core.settings import LONGEST_BLOCK, pad_to_stride
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
@@ -99,8 +99,7 @@ class Demand:
             num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim
             num_bytes += shape.num_rows * num_numbers * self.itemsize
         if drafter := self.drafter:
-            window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
-            window += speculation.room + speculation.max_block
+            window = speculation.window_slots + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
             num_bytes += 3 * shape.num_rows * width * window * self.itemsize
         return num_bytes

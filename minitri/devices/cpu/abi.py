@@ -36,7 +36,7 @@ class AttentionArguments(Struct):
 
     _fields_ = layout(
         pointers="q keys values out lengths mask",
-        integers="B T H K D q_batch q_token q_head kv_batch kv_head kv_slot is_tiled",
+        integers="B T H K D kv_batch kv_head kv_slot is_tiled",
     )
 
 

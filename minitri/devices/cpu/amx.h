@@ -26,11 +26,8 @@ template <class Op> struct MatrixUnit {
 
 #ifdef HAS_MATRIX_UNIT
 template <> struct MatrixUnit<Pairs> {
-    inline static const bool IS_ALLOWED = [] {
-        constexpr long REQUEST = 0x1023, TILE_DATA = 18;
-        return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-    }();
-    inline static const int ROWS = IS_ALLOWED ? 16 : 0;
+    static constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+    inline static const int ROWS = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 ? 16 : 0;
 
     // Prepares this thread for products of M rows.
     static void use(int M) {
@@ -92,12 +89,9 @@ template <> struct MatrixUnit<Pairs> {
 template <class Op, class Number>
 void multiply_packed(int M, const typename Op::Unit* rows, int steps, Columns<Op, Number> columns,
                      int num_columns, float* sums, bool from_zero) {
-    if constexpr (std::is_same<Number, typename Op::Unit>::value) {
-        if (MatrixUnit<Op>::ROWS)
-            return MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums,
-                                            from_zero, 0);
-    }
-    multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
+    if (MatrixUnit<Op>::ROWS)
+        MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
+    else multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
 }
 
 }  // namespace

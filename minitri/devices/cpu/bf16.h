@@ -32,22 +32,9 @@ struct Pairs {
                            Unit* to) {
         for (int s = 0; s < BLOCK; s += 2, to += width) {
             const BFloat16 *even = rows + s * stride, *odd = even + stride;
-            for (int d = 0; d < D; d += 2 * LANES) {
-                __builtin_prefetch(even + BLOCK * stride + d);
-                __builtin_prefetch(odd + BLOCK * stride + d);
-            }
             for (int d = 0; d < D; ++d)
                 to[d] = (s < n ? even[d].bits : 0) | (s + 1 < n ? odd[d].bits : 0) << 16;
         }
-    }
-    static void copy_keys(const BFloat16* tiles, int D, Unit* to) {
-        std::memcpy(to, tiles, BLOCK * D * sizeof(*tiles));
-    }
-    static void copy_values(const BFloat16* tiles, int n, int D, Unit* to) {
-        std::memcpy(to, tiles, (n + 1) / 2 * D * sizeof(*to));
-        std::fill(to + (n + 1) / 2 * D, to + BLOCK / 2 * D, 0);
-        // The second slot of the last pair is past the end.
-        for (int d = 0; n % 2 && d < D; ++d) to[n / 2 * D + d] &= 0xffff;
     }
     static void from_floats(const float* x, int n, Unit* to) {
         for (int i = 0; i < n; i += 2 * LANES) {

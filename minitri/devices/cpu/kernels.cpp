@@ -12,7 +12,6 @@
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
 #include <chrono>
-#include <map>
 #include <string_view>
 #include <system_error>
 
@@ -160,7 +159,7 @@ template <class Op> void pass(const PassArguments& p) {
         const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
         timed(1, [&] {
             attention<Op>({queries, keys, values, mixed, p.lengths, p.mask, p.B, p.T, p.H, p.K, p.D,
-                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
+                           p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
                           true);
         });
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
@@ -275,14 +274,11 @@ const char* minitri_instructions() {
 // Bytes of a struct, or 0 for an unknown name: `abi.py` compares them when it loads this library.
 int64_t minitri_sizeof(const char* name) {
 #define SIZE(Struct) \
-    { #Struct, sizeof(Struct) }
-    static const std::map<std::string_view, int64_t> sizes{
-        SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ConvertArguments),
-        SIZE(RotateArguments),    SIZE(FilterArguments), SIZE(Matrix),
-        SIZE(LayerWeights),       SIZE(PassArguments),   SIZE(RoundArguments),
-        SIZE(VerifyArguments)};
-    const auto found = sizes.find(name);
-    return found == sizes.end() ? 0 : found->second;
+    if (std::string_view(name) == #Struct) return sizeof(Struct);
+    SIZE(AttentionArguments) SIZE(LinearArguments) SIZE(ConvertArguments) SIZE(RotateArguments)
+    SIZE(FilterArguments) SIZE(Matrix) SIZE(LayerWeights) SIZE(PassArguments) SIZE(RoundArguments)
+    SIZE(VerifyArguments)
+    return 0;
 }
 
 // A kernel takes the number of a dtype, whose operand is `Op`, an option, a number of threads, and

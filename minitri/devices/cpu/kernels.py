@@ -86,13 +86,13 @@ class Kernels:
         is_short: bool = False,
     ) -> Tensor:
         """Attention by a compiled kernel; row-invariant among short blocks, and among long ones."""
-        B, T, H, D = q_BTHD.shape
-        out_BTHD = q_BTHD.new_empty(B, T, H, D)
+        q_BTHD = q_BTHD.contiguous()
+        out_BTHD = torch.empty_like(q_BTHD)
+        *_, H, D = q_BTHD.shape
         arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, H=H)
-        arguments.q_batch, arguments.q_token, arguments.q_head, number = q_BTHD.stride()
         self.set_slots(arguments, q_BTHD, (keys_BKSD, values_BKSD), prefix_lengths, mask_TT)
         is_grouped = H % arguments.K == 0 and arguments.D == D
-        require(is_grouped, number == 1, tensors=(q_BTHD, memory_of(keys_BKSD)))
+        require(is_grouped, tensors=(q_BTHD, memory_of(keys_BKSD)))
         self.call("attention", arguments, q_BTHD.dtype, is_short)
         return out_BTHD
 

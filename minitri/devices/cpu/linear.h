@@ -282,6 +282,22 @@ template <class T> void norm(const LinearArguments& a) {
             narrow(rows.from(r).x[e], static_cast<T*>(a.out) + r * a.E + e);
 }
 
+// Writes `count` outputs from `first` on of all rows, from sums (R, width) without bias, residual.
+template <class T>
+void write_outputs(const LinearArguments& a, const float* sums, int64_t width, int64_t first,
+                   int64_t count) {
+    for (int64_t r = 0; r < a.R; ++r) {
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t at = r * a.stride + first + i;
+            float y = sums[r * width + i];
+            if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
+            if (a.residual) y = y * a.scale + widen(static_cast<const T*>(a.residual)[at]);
+            if (a.is_wide) static_cast<float*>(a.out)[at] = y;
+            else narrow(y, static_cast<T*>(a.out) + at);
+        }
+    }
+}
+
 template <class Weights> void linear(Weights weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
@@ -304,16 +320,7 @@ template <class Weights> void linear(Weights weights, const LinearArguments& a) 
                 for (int64_t i = 0; i < a.R * CHUNK; i += LANES)
                     store(sums + i, silu(load(gates + i)) * load(sums + i));
             }
-            for (int64_t r = 0; r < a.R; ++r) {
-                for (int64_t i = 0; i < count; ++i) {
-                    const int64_t at = r * a.stride + first + i;
-                    float y = sums[r * CHUNK + i];
-                    if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
-                    if (a.residual) y = y * a.scale + widen(static_cast<const T*>(a.residual)[at]);
-                    if (a.is_wide) static_cast<float*>(a.out)[at] = y;
-                    else narrow(y, static_cast<T*>(a.out) + at);
-                }
-            }
+            write_outputs<T>(a, sums, CHUNK, first, count);
         }
     });
 }
@@ -348,13 +355,7 @@ template <class T> void product(const LinearArguments& a) {
                                      sums + r * BLOCK, k == 0);
             }
         }
-        for (int64_t r = 0; r < a.R; ++r) {
-            for (int64_t i = 0; i < count; ++i) {
-                float y = sums[r * BLOCK + i];
-                if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
-                narrow(y, static_cast<T*>(a.out) + r * a.N + first + i);
-            }
-        }
+        write_outputs<T>(a, sums, BLOCK, first, count);
     });
 }
 

@@ -19,9 +19,11 @@ constexpr char INSTRUCTIONS[] = "AVX2";
 #elif defined(__ARM_NEON)
 constexpr int LANES = 4, REGISTERS = 32;
 constexpr char INSTRUCTIONS[] = "NEON";
+typedef __fp16 Half;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 constexpr char INSTRUCTIONS[] = "plain";
+typedef _Float16 Half;
 #endif
 #if defined(HAS_AVX512) || defined(HAS_AVX2)
 #include <immintrin.h>
@@ -52,6 +54,23 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t part_of(int64_t a, int64_t b) { return a > 0 ? ceil_div(a, ceil_div(a, b)) : 0; }
 
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+inline float widen(Float16 x) {
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+    return _cvtsh_ss(x.bits);
+#else
+    Half half;
+    std::memcpy(&half, &x, sizeof(half));
+    return half;
+#endif
+}
+
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
@@ -68,11 +87,9 @@ inline Vec load(const Float16* p) {
 #elif defined(HAS_AVX2)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #endif
-    Bits half = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits);
-    Vec scaled =
-        (Vec)((half & 0x7fff) << 13) * 0x1p112f;  // the exponent of float32 has another bias
-    Bits infinite = (Bits)((half & 0x7c00) == 0x7c00) & 0x7f800000;
-    return (Vec)((Bits)scaled | infinite | ((half & 0x8000) << 16));
+    Vec wide;
+    for (int i = 0; i < LANES; ++i) wide[i] = widen(p[i]);
+    return wide;
 }
 
 // Loads the first n numbers at p, at most LANES, and zeros after them.
@@ -122,21 +139,6 @@ inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
 
 inline Vec splat(float x) { return Vec{} + x; }
 
-inline float widen(float x) { return x; }
-inline float widen(BFloat16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-inline float widen(Float16 x) {
-#if defined(HAS_AVX512) || defined(HAS_AVX2)
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits)));
-#endif
-    Float16 all[LANES] = {x};
-    return load(all)[0];
-}
-
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
     uint32_t bits;
@@ -145,44 +147,30 @@ inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
     to->bits = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 inline void narrow(float x, Float16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
-    if (rest >= 0x47800000) {  // at least 65536, infinite or NaN
-        to->bits = uint16_t(sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00));
-    } else if (rest < 0x38800000) {  // denormal: adding 0.5 shifts the fraction where it belongs
-        float shifted = std::fabs(x) + 0.5f;
-        std::memcpy(&bits, &shifted, 4);
-        to->bits = uint16_t(sign | (bits - 0x3f000000));
-    } else {
-        to->bits = uint16_t(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13));
-    }
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+    to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const Half half = x;
+    std::memcpy(to, &half, sizeof(half));
+#endif
 }
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
-// Combines all lanes into one number, in the same order everywhere: by halves.
-template <class Combine> inline float fold_lanes(Vec v, Combine&& combine) {
-    typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-    float x[LANES];
-    store(x, v);
-    for (int width = LANES / 2; width >= 4; width /= 2) {
-        for (int i = 0; i < width; i += 4) {
-            Four* low = reinterpret_cast<Four*>(x + i);
-            *low = combine(*low, *reinterpret_cast<Four*>(x + i + width));
-        }
-    }
-    return combine(combine(x[0], x[2]), combine(x[1], x[3]));
+// Combines the first 2 WIDTH lanes into one number, in the same order everywhere: by halves.
+template <int WIDTH = LANES / 2, class Combine> inline float fold_lanes(Vec v, Combine combine) {
+    for (int i = 0; i < WIDTH; ++i) v[i] = combine(v[i], v[i + WIDTH]);
+    if constexpr (WIDTH == 1) return v[0];
+    else return fold_lanes<WIDTH / 2>(v, combine);
 }
-
 inline float sum_lanes(Vec v) {
 #ifdef HAS_AVX512
     return _mm512_reduce_add_ps((__m512)v);
 #endif
-    return fold_lanes(v, [](auto a, auto b) { return a + b; });
+    return fold_lanes(v, [](float a, float b) { return a + b; });
 }
 inline float max_lanes(Vec v) {
-    return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
+    return fold_lanes(v, [](float a, float b) { return a > b ? a : b; });
 }
 
 inline bool any_above(Vec v, float limit) {

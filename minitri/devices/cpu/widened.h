@@ -71,13 +71,6 @@ template <class T> struct Widened {
             for (int d = 0; d < D; d += LANES)
                 store(to + d, s < n ? some(rows + s * stride + d, D - d) : Vec{});
     }
-    // Keys and values of a BLOCK in tiles, widened; values after the n-th slot are zeros.
-    static void copy_keys(const T* tiles, int D, Unit* to) {
-        for (int i = 0; i < BLOCK * D; i += LANES) store(to + i, load(tiles + i));
-    }
-    static void copy_values(const T* tiles, int n, int D, Unit* to) {
-        interleave(tiles, D, n, D, D, to);
-    }
     static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
     static Vec dot(Vec sum, const T* weights, const Unit* x) {
         return sum + load(weights) * load(x);

@@ -2,6 +2,7 @@
 // sanitizers. Its exit code is 0 if each thread got the numbers that one alone gets.
 
 #include <cstdio>
+#include <map>
 #include <random>
 #include <thread>
 #include <vector>
@@ -51,7 +52,7 @@ std::vector<T> results(int dtype, int threads) {
                 std::vector<T> out(B * T_ * H * D);
                 std::vector<uint8_t> mask(T_ * T_, 1);
                 AttentionArguments a{q.data(), k.data(), v.data(), out.data(), lengths.data(),
-                                     i == 1 ? mask.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
+                                     i == 1 ? mask.data() : nullptr, B, T_, H, K, D,
                                      K * S * D, S * D, D, i == 2};
                 ok(minitri_attention(dtype, T_ <= 64, threads, &a));
                 keep(out);

@@ -66,7 +66,7 @@ MUTANTS = """
 filters: mass.sum >= wanted => mass.sum > 2 * wanted
 greedy: float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
 attention: block : block + t + 1, 0) => block : block + t + 2, 0)
-a row: begin = piece * PIECE; => begin = piece * PIECE - (piece && p.num_pieces > 1);
+a row: begin(piece * PIECE) => begin(piece * PIECE - (piece && plan.num_pieces > 1))
 NaN: x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
 linear: (sums[0] + sums[1]) => (1)
 linear: (a.rows ? row : n) % PANEL => n % PANEL

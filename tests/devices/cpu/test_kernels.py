@@ -217,7 +217,6 @@ def wrong_calls():
         (q, k.double(), v),
         (q, k[:1], v[:1]),
         (q, k, swapped(v, 1, 2)),
-        (swapped(q, 2, 3), k, v),
         (q[:, :, :-1], k, v),
         (q.to("meta"), k, v),
     ):
