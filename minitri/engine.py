@@ -91,23 +91,20 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        sampling: SamplingParams | None = None,
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig | bool = True,
         seed: int | Sequence[int] | None = None,
-        **fields: Any,
+        **settings: Any,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        `sampling` is by default `sampling_defaults`, as in all programs; temperature 0 is greedy.
-        `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` replace those
-        of `sampling`, `generation` and `speculation`, `json_schema` (a dictionary, JSON, or class
-        of pydantic) its grammar; `speculation=False` turns guessing off. A
+        `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
+        or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
+        greedy), `generation` and `speculation` (False turns guessing off). `json_schema` is a
+        dictionary, JSON, or a class of pydantic, and stands for `grammar`. A
         `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
         not set, rows share the autotuner's choices. Raises `InputError` before any work."""
-        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
+        sampling, generation, speculation = self._merge(**settings)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
@@ -165,39 +162,29 @@ class Engine(AbstractContextManager["Engine"]):
         requests: Iterable[Request],
         *,
         batch_size: int = MAX_ROWS,
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig | bool = True,
-        **fields: Any,
+        **settings: Any,
     ) -> Generation:
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
-        Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
-        run, such as `method`. Raises `InputError` before any work, naming the request."""
-        check_run(batch_size, fields)
-        settings = settings_of(SamplingParams(), generation, speculation, **fields)
+        Events name requests by their numbers, from 0. `settings` are those of the run, such as
+        `method`, or `generation` and `speculation`. Raises `InputError` before any work, naming the
+        request."""
+        check_run(batch_size, settings)
+        _, generation, speculation = settings_of(SamplingParams(), **settings)
         requests = list(requests)
         if not requests:
             raise InputError("there are no requests; give at least one")
-        return self._run(requests, *settings[1:], batch_size)
+        return self._run(requests, generation, speculation, batch_size)
 
-    def open(
-        self,
-        *,
-        batch_size: int = MAX_ROWS,
-        sampling: SamplingParams | None = None,
-        generation: GenerationConfig | None = None,
-        speculation: SpeculationConfig | bool = True,
-        **fields: Any,
-    ) -> Generation:
+    def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
-        A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
+        `settings` are those of `generate`. A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
         all run slower while one has another top-k or kinds of filters than `sampling`. A request
         that fails ends alone: see `End.error`. Raises `InputError` without room."""
-        check_run(batch_size, fields)
+        check_run(batch_size, settings)
         most = self.config.context_length
-        generation = generation or GenerationConfig()
-        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
+        sampling, generation, speculation = self._merge(**settings)
         room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
@@ -205,11 +192,7 @@ class Engine(AbstractContextManager["Engine"]):
         return open_run(shape, self._pool, self.tokenizer)
 
     def _merge(
-        self,
-        sampling: SamplingParams | None = None,
-        *others: Any,
-        json_schema: Any = None,
-        **settings: Any,
+        self, sampling: SamplingParams | None = None, json_schema: Any = None, **settings: Any
     ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
         """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
         if json_schema is not None:
@@ -217,7 +200,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise InputError("json_schema and grammar are both given; leave one of them out")
             settings["grammar"] = Grammar("json_schema", json_schema)
         sampling = self.sampling_defaults if sampling is None else sampling
-        return settings_of(sampling, *others, **settings)
+        return settings_of(sampling, **settings)
 
     def _run(
         self,
