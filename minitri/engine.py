@@ -99,11 +99,11 @@ class Engine(AbstractContextManager["Engine"]):
         `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
         or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
         greedy), `generation` and `speculation` (False turns guessing off). `json_schema` is a
-        dictionary, JSON, or a class of pydantic, and stands for `grammar`. A
-        `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
-        `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
-        seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
-        not set, rows share the autotuner's choices. Raises `InputError` before any work."""
+        dictionary, JSON, or a class of pydantic, and stands for `grammar`. A `seed` gives row b the
+        seed `seed + b`. Without one each row draws a seed, reported by its `End`, and the autotuner
+        uses measured times. A row's tokens depend on its own prompt and seed alone, up to rounding;
+        but at a temperature above 0, uncoupled, with method or gammas not set, rows share the
+        autotuner's choices. Raises `InputError` before any work."""
         sampling, generation, speculation = self._merge(**settings)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
@@ -179,9 +179,10 @@ class Engine(AbstractContextManager["Engine"]):
     def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
-        `settings` are those of `generate`. A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
-        all run slower while one has another top-k or kinds of filters than `sampling`. A request
-        that fails ends alone: see `End.error`. Raises `InputError` without room."""
+        `settings` are those of `generate`; a row has room for `reserve` tokens, by default 4096 or
+        the context. On a GPU all run slower while one has another top-k or kinds of filters than
+        `sampling`. A request that fails ends alone: see `End.error`. Raises `InputError` without
+        room."""
         check_run(batch_size, settings)
         most = self.config.context_length
         sampling, generation, speculation = self._merge(**settings)
