@@ -36,10 +36,9 @@ from minitri.apps.serve import metrics
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import ResponseWriter, Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.chat_body import FIELDS
-from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.chats.chat_body import FIELDS
 from minitri.apps.serve.page import page
-from minitri.apps.serve.protocol import Asked, Call, Protocol
+from minitri.apps.serve.protocol import Asked, Call, ChatBody, Protocol, ResponseBody, TextBody
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker

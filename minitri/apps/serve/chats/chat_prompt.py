@@ -11,8 +11,8 @@ import jinja2
 
 from minitri import Engine, Grammar, InputError
 from minitri.apps.cli.report import Json
-from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
 from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, format_of
+from minitri.apps.serve.chats.chat_body import Conversation, Function, Message
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import refuse
 from minitri.text.matcher import probe, schema_text
