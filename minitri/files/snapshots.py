@@ -1,9 +1,9 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
 A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of both and of
-the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
-in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
-file. Only the file's owner can read it. It replaces nothing but another snapshot.
+the header, which has a manifest: weights, config, dtype and RoPE. The file is written under another
+name in the same folder and renamed when it is complete and on the disk, so a reader never sees half
+a file. Only the file's owner can read it. It replaces nothing but another snapshot.
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
@@ -28,7 +28,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
-FORMAT = "minitri KV snapshot 3"
+FORMAT = "minitri KV snapshot 4"
 START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -55,17 +55,20 @@ class Origin:
             "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
         }
 
-    def layout(self, num_tokens: int) -> dict[str, object]:
-        """Entries in the header for the tensors of a snapshot of `num_tokens` tokens, in order."""
+    def header(self, num_tokens: int, note: str) -> bytes:
+        """The header of a snapshot of `num_tokens` tokens: the manifest, a note, the tensors."""
         config = self.config
         kv = [config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim]
         start = 4 * num_tokens
         end = start + num_tokens * config.kv_values_per_token * self.dtype.itemsize
-        return {
+        content = {
+            "__metadata__": self.manifest | {"note": note},
             "tokens": {"dtype": "I32", "shape": [num_tokens], "data_offsets": [0, start]},
             "kv": {"dtype": DTYPES[self.dtype], "shape": kv, "data_offsets": [start, end]},
             "checksum": {"dtype": "I64", "shape": [1], "data_offsets": [end, end + 8]},
         }
+        text = json.dumps(content).encode()
+        return text + b" " * (-len(text) % 8)
 
 
 def origin_of(model: Llama) -> Origin:
@@ -87,8 +90,9 @@ def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
     with explain(problem, "read the text again and save it again"), path.open("rb") as file:
         if not begins_as_snapshot(file):  # whose header may say any length
             raise ValueError("it is another file")
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        facts = header.pop("__metadata__")
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        header = json.loads(text)
+        facts = header["__metadata__"]
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
                 got = shorten(facts.get(fact), 40)
@@ -96,8 +100,7 @@ def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
         num_tokens = header["tokens"]["shape"][0]
         data = np.fromfile(file, "u1")  # not mapped: the file may change, or be deleted
         tokens, kv, total = np.split(data, [4 * num_tokens, -8])
-        is_whole = crc32(data[:-8].data, checksum(facts)) == total.view("<u8").item()
-        if not is_whole or header != origin.layout(num_tokens):
+        if crc32(data[:-8].data, crc32(text)) != total.view("<u8").item():
             raise ValueError("it is damaged")
         kv_LPKTD = torch.from_numpy(kv).view(origin.dtype).view(header["kv"]["shape"])
     keys_LBKTD, values_LBKTD = kv_LPKTD.unsqueeze(2).unbind(1)
@@ -108,17 +111,14 @@ def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
 def write_snapshot(path: Path, source: HeldRow, origin: Origin, note: str = "") -> int:
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
-    facts = origin.manifest | {"note": note}
     with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):
         check_place(path)
         number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", path.parent)
         try:
             with os.fdopen(number, "wb") as file:
-                header = {"__metadata__": facts, **origin.layout(num_tokens)}
-                text = json.dumps(header).encode()
-                text += b" " * (-len(text) % 8)
-                file.write(len(text).to_bytes(8, "little") + text)
-                total = checksum(facts)
+                header = origin.header(num_tokens, note)
+                file.write(len(header).to_bytes(8, "little") + header)
+                total = crc32(header)
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
                 tokens = torch.tensor(source.tokens, dtype=torch.int32)
                 for values in itertools.chain([tokens], pairs):
@@ -173,11 +173,6 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
         return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint
-
-
-def checksum(facts: dict[str, str]) -> int:
-    """CRC-32 of the facts in a snapshot's header; that of the data goes on from it."""
-    return crc32(json.dumps(facts, sort_keys=True).encode())
 
 
 def as_bytes(values: Tensor) -> memoryview:
