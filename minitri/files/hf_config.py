@@ -69,20 +69,16 @@ def without_null(settings: Settings) -> dict[str, Any]:
 
 def _fields(kind: type[Any], given: Settings) -> dict[str, Any]:
     """Values for fields of a dataclass, as far as the settings of a file have them."""
-    keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
-    return {field: given[key] for field, key in keys.items() if key in given}
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: given[key] for name in names if (key := _KEYS.get(name, name)) in given}
 
 
 def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
     """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
     LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts get
     those for long ones, unless the model's context is that of its pre-training."""
-    scaling: dict[str, Any] = {}
-    for form in ("rope_parameters", "rope_scaling"):
-        settings = given.get(form, {})
-        if not isinstance(settings, dict):
-            raise TypeError(f"{form} is no object")
-        scaling = without_null(settings) or scaling
+    forms = (without_null(given.get(form, {})) for form in ("rope_scaling", "rope_parameters"))
+    scaling = next(filter(None, forms), {})
     get = scaling.get
     share: Any = scaling.setdefault(_SHARE, given.get(_SHARE, 1.0))
     require(scaling, _ONLY, name)

@@ -42,8 +42,7 @@ class ChatPrompt:
         turns = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         turns += read_turns(asked.messages)
         self._begun = turns.pop()["content"] if asked.continue_final_message else ""
-        template = tokenizer.chat_template
-        source = (template.tool_source or template.source) if template else ""
+        source = tokenizer.tool_template or tokenizer.chat_template
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
