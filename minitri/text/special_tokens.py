@@ -19,12 +19,13 @@ import tokenizers
 
 from minitri.core.errors import shorten
 
-END_MARKS = """
+_MARKS = """
 <eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
 <|end_of_text|> <|eot|> <|end_of_turn|> <|endofturn|> <|END_OF_TURN_TOKEN|> <EOT> _<EOT> [EOT]
 <end_of_utterance> <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
 <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
-""".split()
+"""
+END_MARKS = _MARKS.split()
 """Texts of tokens that end a turn in the templates that people use, or a file in models of code;
 llama.cpp ends there, too."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

@@ -13,9 +13,8 @@ from typing import Any
 
 from minitri import End, Event, Idle, PrefillProgress, Token
 from minitri.apps.cli.report import Json, json_line
-from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
-from minitri.apps.serve.protocol import Call, Protocol
+from minitri.apps.serve.protocol import ApiError, Call, Protocol
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
 ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead

@@ -35,10 +35,18 @@ from minitri.apps.cli.documents import MAX_BYTES
 from minitri.apps.serve import metrics
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import ResponseWriter, Writer
-from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.chats.chat_body import FIELDS
 from minitri.apps.serve.page import page
-from minitri.apps.serve.protocol import Asked, Call, ChatBody, Protocol, ResponseBody, TextBody
+from minitri.apps.serve.protocol import (
+    ApiError,
+    Asked,
+    Call,
+    ChatBody,
+    Protocol,
+    ResponseBody,
+    TextBody,
+    as_api_error,
+)
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker

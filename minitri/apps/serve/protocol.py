@@ -1,4 +1,5 @@
-"""Bodies of the endpoints as pydantic models, and the `Request`s of the texts that they ask for.
+"""OpenAI's API: bodies of the endpoints as pydantic models, the `Request`s of the texts that they
+ask for, and errors.
 
 /docs.json has the schemas of the models, which check the bodies. Names and defaults are OpenAI's;
 `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and `continue_final_message` are additions.
@@ -9,15 +10,15 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AliasChoices, BeforeValidator, Field
+from starlette.exceptions import HTTPException
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.apps.cli.arguments import field_texts
 from minitri.apps.cli.documents import read_apart
 from minitri.apps.cli.report import Json, json_line
-from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.chats.chat_body import Body, Conversation, Many, Message, checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
-from minitri.core.errors import MAX_COUNT, explain, shorten
+from minitri.core.errors import MAX_COUNT, FaultError, explain, shorten
 from minitri.core.fields import changed, refuse
 from minitri.core.settings import MAX_ROWS
 from minitri.files.hf_config import without_null
@@ -277,3 +278,29 @@ class Protocol(NamedTuple):
             text = f"{got}; shorten the prompt, or lower max_tokens"
             raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
+
+
+class ApiError(Exception):
+    """Error for a refused request: an HTTP status, OpenAI's code for it, and one line."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The HTTP error that reports an exception to the client."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return ApiError(error.status_code, "invalid_request", error.detail)
+        case InputError():
+            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
+            message = str(InputError(error.message, *ways))
+            if isinstance(error, FaultError):
+                return ApiError(503, "unavailable", message)
+            return ApiError(400, "invalid_request", message)
+    return ApiError(500, "internal_error", f"a bug: {shorten(repr(error))}; see the server's log")
