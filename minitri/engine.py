@@ -21,7 +21,7 @@ from minitri.core.requests import End, Event, Prompt, Request, RequestState, che
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
-from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.files.snapshots import read_snapshot, write_snapshot
 from minitri.text.grammar import Grammar
 from minitri.text.prepare import prepare, prepare_all
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
@@ -254,18 +254,18 @@ class Engine(AbstractContextManager["Engine"]):
         with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
-            return write_snapshot(Path(os.fsdecode(path)), held, origin_of(self.model), note)
+            return write_snapshot(Path(os.fsdecode(path)), held, self.model, note)
 
     def load_kv(self, path: str | bytes | os.PathLike[str]) -> int:
         """Opens a file that `save_kv` wrote; prompts reuse its K and V until `release`.
         Returns its number of tokens; sets `snapshot_note`. Raises `InputError` if it is unfit."""
-        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), origin_of(self.model))
+        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), self.model)
         self._pool.snapshot = held
         return len(held.tokens)
 
     def open_kv_store(self, folder: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        self._pool.store = KVStore(folder, num_bytes, origin_of(self.model))
+        self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept between runs."""
