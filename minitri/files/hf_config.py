@@ -77,8 +77,12 @@ def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
     """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
     LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts get
     those for long ones, unless the model's context is that of its pre-training."""
-    forms = (without_null(given.get(form, {})) for form in ("rope_scaling", "rope_parameters"))
-    scaling = next(filter(None, forms), {})
+    scaling: dict[str, Any] = {}
+    for form in ("rope_parameters", "rope_scaling"):
+        settings = given.get(form, {})
+        if not isinstance(settings, dict):
+            raise TypeError(f"{form} is no object")
+        scaling = without_null(settings) or scaling
     get = scaling.get
     share: Any = scaling.setdefault(_SHARE, given.get(_SHARE, 1.0))
     require(scaling, _ONLY, name)
