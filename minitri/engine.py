@@ -21,7 +21,7 @@ from minitri.core.requests import End, Event, Prompt, Request, RequestState, che
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
-from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.files.snapshots import read_snapshot, write_snapshot
 from minitri.text.grammar import Grammar
 from minitri.text.prepare import prepare, prepare_all
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
@@ -91,23 +91,20 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        sampling: SamplingParams | None = None,
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig | bool = True,
         seed: int | Sequence[int] | None = None,
-        **fields: Any,
+        **settings: Any,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        `sampling` is by default `sampling_defaults`, as in all programs; temperature 0 is greedy.
-        `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` replace those
-        of `sampling`, `generation` and `speculation`, `json_schema` (a dictionary, JSON, or class
-        of pydantic) its grammar; `speculation=False` turns guessing off. A
-        `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
-        `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
-        seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
-        not set, rows share the autotuner's choices. Raises `InputError` before any work."""
-        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
+        `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
+        or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
+        greedy), `generation` and `speculation` (False turns guessing off). `json_schema` is a
+        dictionary, JSON, or a class of pydantic, and stands for `grammar`. A `seed` gives row b the
+        seed `seed + b`. Without one each row draws a seed, reported by its `End`, and the autotuner
+        uses measured times. A row's tokens depend on its own prompt and seed alone, up to rounding;
+        but at a temperature above 0, uncoupled, with method or gammas not set, rows share the
+        autotuner's choices. Raises `InputError` before any work."""
+        sampling, generation, speculation = self._merge(**settings)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
@@ -165,39 +162,30 @@ class Engine(AbstractContextManager["Engine"]):
         requests: Iterable[Request],
         *,
         batch_size: int = MAX_ROWS,
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig | bool = True,
-        **fields: Any,
+        **settings: Any,
     ) -> Generation:
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
-        Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
-        run, such as `method`. Raises `InputError` before any work, naming the request."""
-        check_run(batch_size, fields)
-        settings = settings_of(SamplingParams(), generation, speculation, **fields)
+        Events name requests by their numbers, from 0. `settings` are those of the run, such as
+        `method`, or `generation` and `speculation`. Raises `InputError` before any work, naming the
+        request."""
+        check_run(batch_size, settings)
+        _, generation, speculation = settings_of(SamplingParams(), **settings)
         requests = list(requests)
         if not requests:
             raise InputError("there are no requests; give at least one")
-        return self._run(requests, *settings[1:], batch_size)
+        return self._run(requests, generation, speculation, batch_size)
 
-    def open(
-        self,
-        *,
-        batch_size: int = MAX_ROWS,
-        sampling: SamplingParams | None = None,
-        generation: GenerationConfig | None = None,
-        speculation: SpeculationConfig | bool = True,
-        **fields: Any,
-    ) -> Generation:
+    def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
-        A row has room for `generation.reserve` tokens, by default 4096 or the context. On a GPU
-        all run slower while one has another top-k or kinds of filters than `sampling`. A request
-        that fails ends alone: see `End.error`. Raises `InputError` without room."""
-        check_run(batch_size, fields)
+        `settings` are those of `generate`; a row has room for `reserve` tokens, by default 4096 or
+        the context. On a GPU all run slower while one has another top-k or kinds of filters than
+        `sampling`. A request that fails ends alone: see `End.error`. Raises `InputError` without
+        room."""
+        check_run(batch_size, settings)
         most = self.config.context_length
-        generation = generation or GenerationConfig()
-        sampling, generation, speculation = self._merge(sampling, generation, speculation, **fields)
+        sampling, generation, speculation = self._merge(**settings)
         room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
@@ -205,11 +193,7 @@ class Engine(AbstractContextManager["Engine"]):
         return open_run(shape, self._pool, self.tokenizer)
 
     def _merge(
-        self,
-        sampling: SamplingParams | None = None,
-        *others: Any,
-        json_schema: Any = None,
-        **settings: Any,
+        self, sampling: SamplingParams | None = None, json_schema: Any = None, **settings: Any
     ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
         """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
         if json_schema is not None:
@@ -217,7 +201,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise InputError("json_schema and grammar are both given; leave one of them out")
             settings["grammar"] = Grammar("json_schema", json_schema)
         sampling = self.sampling_defaults if sampling is None else sampling
-        return settings_of(sampling, *others, **settings)
+        return settings_of(sampling, **settings)
 
     def _run(
         self,
@@ -270,18 +254,18 @@ class Engine(AbstractContextManager["Engine"]):
         with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
-            return write_snapshot(Path(os.fsdecode(path)), held, origin_of(self.model), note)
+            return write_snapshot(Path(os.fsdecode(path)), held, self.model, note)
 
     def load_kv(self, path: str | bytes | os.PathLike[str]) -> int:
         """Opens a file that `save_kv` wrote; prompts reuse its K and V until `release`.
         Returns its number of tokens; sets `snapshot_note`. Raises `InputError` if it is unfit."""
-        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), origin_of(self.model))
+        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), self.model)
         self._pool.snapshot = held
         return len(held.tokens)
 
     def open_kv_store(self, folder: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        self._pool.store = KVStore(folder, num_bytes, origin_of(self.model))
+        self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept between runs."""

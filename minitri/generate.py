@@ -19,10 +19,9 @@ from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
-from minitri.apps.cli.jsonl import answers, many
+from minitri.apps.cli.jsonl import many
 from minitri.apps.cli.report import answer, report
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
-from minitri.apps.cluster.batch import on_replicas
 from minitri.core.log import log
 from minitri.files.named_models import table
 from minitri.text.prompt_ids import next_seed
@@ -40,7 +39,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
     if args.prompts is not None:
-        return many(args, answers if args.ray is None else on_replicas)
+        return many(args)
     text, source, usual_tokens = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")

@@ -18,7 +18,6 @@ import minitri
 from minitri import End, Grammar, InputError, Request
 from minitri.core.model.block import read_block
 from minitri.devices.cpu.build import has_kernels
-from minitri.text.tokenizer import ChatTemplate
 from tests.conftest import tiny_engine
 from tests.core.rigs import new_cache
 from tests.files.test_chat_template import CHATML
@@ -67,7 +66,7 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
 
 
 def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
-    monkeypatch.setattr(engine.tokenizer, "chat_template", ChatTemplate(CHATML, {}))
+    monkeypatch.setattr(engine.tokenizer, "chat_template", CHATML)
     messages = [{"role": "user", "content": "Why?"}]
     prompt = engine.tokenizer.encode_chat(messages)
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids

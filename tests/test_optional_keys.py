@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minitri.apps.serve.bodies.chat_body import FIELDS, Message, checked
-from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.chats.chat_body import FIELDS, Message, checked
+from minitri.apps.serve.protocol import ChatBody, ResponseBody, TextBody
 from minitri.core.errors import InputError
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import read_config, read_sampling

@@ -102,7 +102,7 @@ def test_no_text_begins_with_what_another_owner_left(engine):
             pass
         return event.row_stats.num_cached_tokens
 
-    with engine.open(batch_size=4, generation=None, reserve=400) as run:
+    with engine.open(batch_size=4, reserve=400) as run:
         assert num_cached(run, "a") == 0
         assert num_cached(run, "b") == 0
         assert num_cached(run, "a") > 80

@@ -7,7 +7,6 @@ target's table a drafter would guess badly without an error, so its files hold a
 """
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
@@ -25,7 +24,7 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder, is_there, lacking
 from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
-from minitri.text.tokenizer import ChatTemplate, Tokenizer
+from minitri.text.tokenizer import Tokenizer
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
 Checkpoint = Folder | GgufFile
@@ -122,7 +121,7 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
         pipeline = checkpoint.tokenizer()
         settings = without_null(checkpoint.tokenizer_config)
         special = _special_tokens(pipeline, settings, config, checkpoint)
-        tokenizer = Tokenizer(pipeline, special, _chat_template(settings, special.texts))
+        tokenizer = Tokenizer(pipeline, special, *_chat_templates(settings))
         pipeline.encode_special_tokens = settings.get("split_special_tokens") is True
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
     beyond = {*range(config.vocab_size, tokenizer.num_tokens)}
@@ -134,19 +133,19 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _chat_template(settings: Settings, texts: Mapping[str, str]) -> ChatTemplate | None:
-    """The chat template in a tokenizer's settings; None if there is none.
+def _chat_templates(settings: Settings) -> tuple[str, str]:
+    """The chat template in a tokenizer's settings, and that for tools; "" if there is none.
     They have one, or a list of named ones. Raises `TypeError` and others for wrong settings."""
-    setting = settings.get("chat_template")
+    setting = settings.get("chat_template", "")
     named = {"default": setting}
     if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
-    source = named.get("default")
-    tool_source = settings.get("tool_use", named.get("tool_use"))
+    source = named.get("default", "")
+    tool_source = settings.get("tool_use", named.get("tool_use", ""))
     for template in (source, tool_source):
-        if not isinstance(template, str | None):
+        if not isinstance(template, str):
             raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
-    return ChatTemplate(source, texts, tool_source) if source else None
+    return source, tool_source
 
 
 def _special_tokens(

@@ -69,8 +69,8 @@ def without_null(settings: Settings) -> dict[str, Any]:
 
 def _fields(kind: type[Any], given: Settings) -> dict[str, Any]:
     """Values for fields of a dataclass, as far as the settings of a file have them."""
-    keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
-    return {field: given[key] for field, key in keys.items() if key in given}
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: given[key] for name in names if (key := _KEYS.get(name, name)) in given}
 
 
 def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:

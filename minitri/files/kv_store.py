@@ -20,7 +20,8 @@ import torch
 from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
-from minitri.files.snapshots import Origin, read_snapshot, write_snapshot
+from minitri.core.model.llama import Llama
+from minitri.files.snapshots import manifest_of, read_snapshot, write_snapshot
 
 BLOCK = 256  # tokens of a block
 WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others are not stored
@@ -29,7 +30,7 @@ WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others ar
 class KVStore:
     """A store of K and V for one model, in blocks in a shared folder."""
 
-    def __init__(self, folder: str, num_bytes: int, origin: Origin) -> None:
+    def __init__(self, folder: str, num_bytes: int, model: Llama) -> None:
         """Opens the store in `folder`. Raises `InputError`.
         Beyond `num_bytes` the least recently used blocks are deleted."""
         with explain(f"kv_store is {shorten(folder, 90)}, which cannot be opened", "name a folder"):
@@ -38,12 +39,13 @@ class KVStore:
             self._folder = Path(folder).expanduser().absolute()
             self._folder.mkdir(parents=True, exist_ok=True)
         self._num_bytes = num_bytes
-        self._origin = origin
+        self._model = model
         libraries = ("ONEDNN_", "DNNL_", "MKL_")  # their settings may change the bits
         settings = sorted(pair for pair in os.environ.items() if pair[0].startswith(libraries))
+        computed_by = model.execution.computed_by  # which decides last bits
         # Hashed into the name of every block.
-        self._root = f"{origin.manifest} {origin.computed_by} {torch.__version__} {settings}"
-        self._block_bytes = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
+        self._root = f"{manifest_of(model)} {computed_by} {torch.__version__} {settings}"
+        self._block_bytes = BLOCK * model.config.kv_values_per_token * model.dtype.itemsize
         self._waiting: list[Future[None]] = []  # to be written
         self._last_reason = ""
         self.writer = ThreadPoolExecutor(1)
@@ -97,7 +99,7 @@ class KVStore:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
         try:
-            row, note = read_snapshot(path, self._origin)
+            row, note = read_snapshot(path, self._model)
             if note != path.name:
                 raise InputError(f"{path.name} is another block; it is written anew")
         except InputError as error:
@@ -110,7 +112,7 @@ class KVStore:
         """Writes a block; if all then exceed `num_bytes`, deletes the oldest eighth of them."""
         kinds = (".kvblock", ".unfinished")
         with self._warning():
-            write_snapshot(path, block, self._origin, path.name)
+            write_snapshot(path, block, self._model, path.name)
             ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
             if sum(about.st_size for about in ours.values()) > self._num_bytes:
                 oldest = sorted(ours, key=lambda file: ours[file].st_mtime)

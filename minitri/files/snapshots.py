@@ -1,9 +1,9 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
 A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of both and of
-the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
-in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
-file. Only the file's owner can read it. It replaces nothing but another snapshot.
+the header, which has a manifest: weights, config, dtype and RoPE. The file is written under another
+name in the same folder and renamed when it is complete and on the disk, so a reader never sees half
+a file. Only the file's owner can read it. It replaces nothing but another snapshot.
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from zlib import crc32
@@ -24,101 +24,87 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
-FORMAT = "minitri KV snapshot 3"
+FORMAT = "minitri KV snapshot 4"
 START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The facts on which K and V of a text depend, besides the text."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    fingerprint: str  # digest of the weights
-    computed_by: str = ""  # kernels and processor, which decide last bits; not in the manifest
-
-    @property
-    def manifest(self) -> dict[str, str]:
-        """The facts in the header of a snapshot, which a reader compares."""
-        # K and V do not depend on name, context length and end-of-sequence tokens.
-        shape = replace(self.config, name="", context_length=1, eos_token_ids=())
-        return {
-            "format": FORMAT,
-            "weights": self.fingerprint,
-            "dtype": DTYPES[self.dtype],
-            "rope": self.config.rope.describe(),
-            "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
-        }
-
-    def layout(self, num_tokens: int) -> dict[str, object]:
-        """Entries in the header for the tensors of a snapshot of `num_tokens` tokens, in order."""
-        config = self.config
-        kv = [config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim]
-        start = 4 * num_tokens
-        end = start + num_tokens * config.kv_values_per_token * self.dtype.itemsize
-        return {
-            "tokens": {"dtype": "I32", "shape": [num_tokens], "data_offsets": [0, start]},
-            "kv": {"dtype": DTYPES[self.dtype], "shape": kv, "data_offsets": [start, end]},
-            "checksum": {"dtype": "I64", "shape": [1], "data_offsets": [end, end + 8]},
-        }
-
-
-def origin_of(model: Llama) -> Origin:
-    """What K and V of a model's snapshots depend on. Raises `InputError` if it can have none."""
-    execution = model.execution
-    if execution.ranks.count > 1 or not (fingerprint := execution.fingerprint):
+def manifest_of(model: Llama) -> dict[str, str]:
+    """Facts on which K and V of a model's texts depend, which the reader of a snapshot compares.
+    Raises `InputError` for a model that has no snapshots."""
+    config = model.config
+    if model.execution.ranks.count > 1 or not (fingerprint := model.execution.fingerprint):
         raise InputError(
-            f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
+            f"the KV cache of {config.name} is neither saved nor loaded: it was not read "
             "from a file, or is divided among processes; use a model of a file in one process"
         )
-    return Origin(model.config, model.dtype, fingerprint, execution.computed_by)
+    # K and V do not depend on name, context length and end-of-sequence tokens.
+    shape = replace(config, name="", context_length=1, eos_token_ids=())
+    return {
+        "format": FORMAT,
+        "weights": fingerprint,
+        "dtype": DTYPES[model.dtype],
+        "rope": config.rope.describe(),
+        "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
+    }
 
 
-def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
+def header_of(model: Llama, num_tokens: int, note: str) -> bytes:
+    """The header of a snapshot of `num_tokens` tokens: manifest and note, and the tensors."""
+    config = model.config
+    kv = [config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim]
+    start = 4 * num_tokens
+    end = start + num_tokens * config.kv_values_per_token * model.dtype.itemsize
+    content = {
+        "__metadata__": manifest_of(model) | {"note": note},
+        "tokens": {"dtype": "I32", "shape": [num_tokens], "data_offsets": [0, start]},
+        "kv": {"dtype": DTYPES[model.dtype], "shape": kv, "data_offsets": [start, end]},
+        "checksum": {"dtype": "I64", "shape": [1], "data_offsets": [end, end + 8]},
+    }
+    text = json.dumps(content).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
     """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note.
     Raises `InputError` unless the file is whole, and of this model, dtype and RoPE."""
-    model = origin.config.name
-    problem = f"there is no KV snapshot {shorten(path)} for {model}"
+    name = model.config.name
+    problem = f"there is no KV snapshot {shorten(path)} for {name}"
     with explain(problem, "read the text again and save it again"), path.open("rb") as file:
         if not begins_as_snapshot(file):  # whose header may say any length
             raise ValueError("it is another file")
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        facts = header.pop("__metadata__")
-        for fact, value in origin.manifest.items():
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        header = json.loads(text)
+        facts = header["__metadata__"]
+        for fact, value in manifest_of(model).items():
             if facts.get(fact) != value:
                 got = shorten(facts.get(fact), 40)
-                raise ValueError(f"its {fact} is {got}, {model} has {shorten(value, 40)}")
+                raise ValueError(f"its {fact} is {got}, {name} has {shorten(value, 40)}")
         num_tokens = header["tokens"]["shape"][0]
         data = np.fromfile(file, "u1")  # not mapped: the file may change, or be deleted
         tokens, kv, total = np.split(data, [4 * num_tokens, -8])
-        is_whole = crc32(data[:-8].data, checksum(facts)) == total.view("<u8").item()
-        if not is_whole or header != origin.layout(num_tokens):
+        if crc32(data[:-8].data, crc32(text)) != total.view("<u8").item():
             raise ValueError("it is damaged")
-        kv_LPKTD = torch.from_numpy(kv).view(origin.dtype).view(header["kv"]["shape"])
+        kv_LPKTD = torch.from_numpy(kv).view(model.dtype).view(header["kv"]["shape"])
     keys_LBKTD, values_LBKTD = kv_LPKTD.unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD)
     return HeldRow(full, 0, tokens.view("i4").tolist()), facts.get("note", "")
 
 
-def write_snapshot(path: Path, source: HeldRow, origin: Origin, note: str = "") -> int:
+def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str = "") -> int:
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
-    facts = origin.manifest | {"note": note}
+    header = header_of(model, num_tokens, note)
     with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):
         check_place(path)
         number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", path.parent)
         try:
             with os.fdopen(number, "wb") as file:
-                header = {"__metadata__": facts, **origin.layout(num_tokens)}
-                text = json.dumps(header).encode()
-                text += b" " * (-len(text) % 8)
-                file.write(len(text).to_bytes(8, "little") + text)
-                total = checksum(facts)
+                file.write(len(header).to_bytes(8, "little") + header)
+                total = crc32(header)
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
                 tokens = torch.tensor(source.tokens, dtype=torch.int32)
                 for values in itertools.chain([tokens], pairs):
@@ -173,11 +159,6 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
         return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint
-
-
-def checksum(facts: dict[str, str]) -> int:
-    """CRC-32 of the facts in a snapshot's header; that of the data goes on from it."""
-    return crc32(json.dumps(facts, sort_keys=True).encode())
 
 
 def as_bytes(values: Tensor) -> memoryview:

@@ -60,13 +60,6 @@ class GrammarMatcher:
                 self._masks[key] = is_bad_V
         return self._masks[key]
 
-    def forced(self, path: Tokens) -> Tokens:
-        """Tokens of the only text that may follow `path`; other tokens may spell it, too."""
-        is_over = self._is_over or not self._read(path)
-        if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
-            return []
-        return [*takewhile(self._config.vocab_size.__gt__, self._matcher.compute_ff_tokens())]
-
     @property
     def error(self) -> str:
         """Why llguidance's matcher failed, in one line; "" if it did not."""

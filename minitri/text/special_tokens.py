@@ -25,7 +25,7 @@ _MARKS = """
 <end_of_utterance> <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
 <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
 """
-END_MARKS = dict.fromkeys(_MARKS.split())
+END_MARKS = _MARKS.split()
 """Texts of tokens that end a turn in the templates that people use, or a file in models of code;
 llama.cpp ends there, too."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]

@@ -8,7 +8,7 @@ new tokens, up to the first stop string.
 import codecs
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -27,38 +27,6 @@ Message = Mapping[str, Any]
 Messages = str | Sequence[Message]  # several, or the text of one by the user
 
 
-class ChatTemplate(NamedTuple):
-    """A model's chat template, which renders conversations from several threads."""
-
-    source: str
-    special_tokens: Mapping[str, str]  # texts of `bos_token` and the like
-    tool_source: str | None = None  # another template, for conversations with tools
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
-        """Renders a conversation as text, up to the beginning of the next answer.
-        The role developer becomes system if the template does not know it. Raises `InputError`."""
-        source = (tools and self.tool_source) or self.source
-        for message in messages:
-            if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
-                got = f"a message has the role {shorten(repr(role), 60)}"
-                raise InputError(f"{got}; give one of {', '.join(ROLES)}")
-        if "developer" not in source:
-            messages = [
-                {**message, "role": "system"} if message.get("role") == "developer" else message
-                for message in messages
-            ]
-        variables = {
-            "messages": [*messages],
-            "tools": [*tools] or None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **self.special_tokens,
-        }
-        advice = "give a prompt of plain text, or correct the template"
-        with explain("the model's chat template fails", advice):
-            return SANDBOX.ask([source, variables])
-
-
 class Tokenizer:
     """A model's tokenizer, with its special tokens and its chat template.
 
@@ -71,10 +39,14 @@ class Tokenizer:
         self,
         pipeline: tokenizers.Tokenizer,
         special: SpecialTokens = SpecialTokens(),  # noqa: B008 (frozen)
-        chat_template: ChatTemplate | None = None,
+        chat_template: str = "",
+        tool_template: str = "",
     ) -> None:
+        """Makes a tokenizer. Without a `chat_template` it has no chats; conversations with tools
+        have a `tool_template` if there is one."""
         self.pipeline = pipeline
         self.chat_template = chat_template
+        self.tool_template = tool_template
         decoder = pipeline.decoder.__getstate__() if pipeline.decoder else b""
         kinds = {*re.findall(r'"type":"(\w+)"', decoder.decode())} - {"Sequence", "Fuse"}
         if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Strip", "Metaspace"}:
@@ -109,14 +81,34 @@ class Tokenizer:
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """A conversation as text with control tokens spelled out. Raises `InputError`.
-        `tools` are functions that the model may call."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+        """A conversation as text, up to the next answer; control tokens are spelled out.
+        `tools` are functions that the model may call. The role developer becomes system if the
+        template does not know it. Raises `InputError`."""
         if not self.chat_template:
             problem = "this model has no chat template: it completes texts; use an instruct model"
             raise InputError(f"{problem}, or write the conversation into the prompt")
-        return self.chat_template.render(messages, tools)
+        source = (tools and self.tool_template) or self.chat_template
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        for message in messages:
+            if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
+                got = f"a message has the role {shorten(repr(role), 60)}"
+                raise InputError(f"{got}; give one of {', '.join(ROLES)}")
+        if "developer" not in source:
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in messages
+            ]
+        variables = {
+            "messages": [*messages],
+            "tools": [*tools] or None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self.special.texts,
+        }
+        advice = "give a prompt of plain text, or correct the template"
+        with explain("the model's chat template fails", advice):
+            return SANDBOX.ask([source, variables])
 
     def encode_marked(self, text: str) -> list[int]:
         """Token ids of a text in which control tokens are spelled out; no BOS is added."""

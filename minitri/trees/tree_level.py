@@ -145,10 +145,6 @@ class TreeLevel(Level):
             shape=shape,
         )
 
-    def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens forced by grammars, in a chain; none in trees, whose shape all rows share."""
-        return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
-
     def draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:

@@ -13,7 +13,8 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.text import sandbox, tokenizer
 from minitri.text.sandbox import Sandbox
-from minitri.text.tokenizer import ChatTemplate
+from minitri.text.special_tokens import SpecialTokens
+from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import write_gguf
@@ -33,24 +34,29 @@ NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+def renders(template):
+    """The function that renders conversations by a template."""
+    return Tokenizer(byte_level_tokenizer(), SpecialTokens(texts=ENDS), template).render_chat
+
+
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, NEEDS_PAIRS])
 def test_a_conversation_reads_as_in_transformers(template):
     from transformers import PreTrainedTokenizerFast
 
     words = byte_level_tokenizer()
     theirs = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **ENDS)
-    ours = ChatTemplate(template, ENDS)
+    ours = renders(template)
     for messages in (TALK, TALK[1:2], TALK[:3]):
         wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert ours.render(messages) == wanted
+        assert ours(messages) == wanted
 
 
 def test_a_developer_is_the_system_where_a_template_does_not_know_the_role():
     talk = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
-    made = ChatTemplate(CHATML, {})
-    assert made.render(talk) == made.render(TALK)
-    knowing = ChatTemplate(CHATML + "{# developer #}", {})
-    assert "<|im_start|>developer\nBe brief." in knowing.render(talk)
+    made = renders(CHATML)
+    assert made(talk) == made(TALK)
+    knowing = renders(CHATML + "{# developer #}")
+    assert "<|im_start|>developer\nBe brief." in knowing(talk)
 
 
 @pytest.fixture
@@ -80,18 +86,18 @@ def test_control_tokens_are_tokens_and_bos_is_not_doubled(with_template):
 
 def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_template, tmp_path):
     several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert with_template(several).chat_template.render([]) == "D"
-    assert with_template(several[:1]).chat_template is None
+    assert with_template(several).render_chat([]) == "D"
+    assert with_template(several[:1]).chat_template == ""
     file = tmp_path / "chat_template.jinja"
     file.write_text("F{{ bos_token }}{{ eos_token }}")
-    assert with_template(several).chat_template.render([]) == "F<s>"  # eos_token has no name there
+    assert with_template(several).render_chat([]) == "F<s>"  # eos_token has no name there
     tools = tmp_path / "additional_chat_templates/tool_use.jinja"
     tools.parent.mkdir()
     tools.write_text("U")
     changes = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "U"}
     gguf = write_gguf(tmp_path / "x.gguf", CONFIG, byte_level_tokenizer(), changes=changes)
     for made in (with_template(several), load_tokenizer(GgufFile(gguf), CONFIG)):
-        assert made.chat_template.render([], [{}]) == "U"
+        assert made.render_chat([], [{}]) == "U"
     file.write_bytes(b"\xff")
     with refused("the tokenizer of", "UnicodeDecodeError"):
         with_template(several)
@@ -116,18 +122,18 @@ def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
     monkeypatch.setattr(tokenizer, "SANDBOX", Sandbox("render", 0.3, 1 << 29))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused("chat template", problem):
-        ChatTemplate(template, {}).render(TALK[:2])
+        renders(template)(TALK[:2])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
 
 
 def test_what_a_template_may_not_see_is_empty():
     template = "{{ messages.__class__ }}{{ '{0.__class__}'.format(messages) }}"
-    assert ChatTemplate(template, {}).render(TALK) == ""
+    assert renders(template)(TALK) == ""
 
 
 def test_a_long_document_is_no_attack():
     talk = [{"role": "user", "content": "word " * 200_000 + str(i)} for i in range(5)]
-    assert len(ChatTemplate(LLAMA3, {"bos_token": "<s>"}).render(talk)) > 5_000_000
+    assert len(renders(LLAMA3)(talk)) > 5_000_000
 
 
 def test_processes_stay_and_one_that_ends_is_replaced():
@@ -155,15 +161,15 @@ def test_without_limits_nothing_is_rendered(monkeypatch):
     """As on Windows."""
     monkeypatch.setattr(sandbox, "find_spec", lambda _: None)
     with refused("run within limits", "use Linux"):
-        ChatTemplate(CHATML, {}).render(TALK)
+        renders(CHATML)(TALK)
 
 
 def test_a_fork_renders_in_processes_of_its_own():
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template.render([{"content": "before"}]) == "before"
+    render = renders("{{ messages[0].content }}")
+    assert render([{"content": "before"}]) == "before"
     if not (pid := os.fork()):
-        ok = all(template.render([{"content": "child"}]) == "child" for _ in range(50))
+        ok = all(render([{"content": "child"}]) == "child" for _ in range(50))
         os._exit(0 if ok else 1)
     for _ in range(50):
-        assert template.render([{"content": "parent"}]) == "parent"
+        assert render([{"content": "parent"}]) == "parent"
     assert os.waitpid(pid, 0)[1] == 0

@@ -13,15 +13,14 @@ from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, ends_of, refused
 from tests.core.rigs import tiny_config
-from tests.text.test_text_filters import KINDS, ROUNDING, TOY, error, make_matcher
+from tests.text.test_text_filters import KINDS, ROUNDING, TOY, error
 
 TEXTS = "tests.text.test_text_filters.TEXTS"
 
 
 @pytest.mark.parametrize(("sizes", "rule"), [((2, 1), verify), ((3, 0), verify_block)])
-def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
+def test_a_grammar_does_not_say_how_its_only_text_is_cut(sizes, rule, monkeypatch):
     monkeypatch.setattr(TEXTS, ["abab"])
-    assert make_matcher().forced([0]) == [2, 3]
     for seed in (2, 3, 4):  # of tables in which both cuts are likely
         assert error(*sizes, rule=rule, seed=seed, **KINDS["grammar"]) < ROUNDING
 
@@ -55,7 +54,7 @@ def test_what_is_no_grammar_is_refused_in_one_line(kind, text, word):
         compiled(Grammar(kind, text), tokenizer, tiny_config(vocab_size=320, eos_token_ids=(2,)))
 
 
-def test_forced_text_that_is_longer_than_a_round_ends_where_the_output_does(engine):
+def test_the_only_text_of_a_grammar_ends_where_the_output_does(engine):
     grammar = Grammar("choice", json.dumps(["She had been forced into prudence " * 9]))
     how = {"method": "naive", "gamma1": 2, "max_new_tokens": 3, "grammar": grammar}
     assert len(engine.complete("a", **how).token_ids) == 3

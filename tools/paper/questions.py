@@ -111,8 +111,8 @@ def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Ques
         usual = runpy.run_path(str(scripts / "constants.py"))["TASKS"][own["task"]]
         num_new, template, encode = usual["tokens_to_generate"], usual["template"], tokenizer.encode
         # The example that variable tracking begins with is cut out of a plain template.
-        if tokenizer.chat_template is not None and own["task"] != "variable_tracking":
-            template = tokenizer.chat_template.render([{"role": "user", "content": template}])
+        if tokenizer.chat_template and own["task"] != "variable_tracking":
+            template = tokenizer.render_chat([{"role": "user", "content": template}])
             encode = tokenizer.encode_marked
         settings = {"save_name": task, "tokenizer_path": "-", "max_seq_length": length}
         settings |= {"num_samples": count, "tokens_to_generate": num_new}

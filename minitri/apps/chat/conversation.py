@@ -51,18 +51,18 @@ class Conversation:
     @property
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer of a model without a chat template; empty if it has one."""
-        return () if self.tokenizer.chat_template is not None else (QUESTION,)
+        return () if self.tokenizer.chat_template else (QUESTION,)
 
     @functools.cached_property
     def _frame(self) -> tuple[str, str, str]:
         """Texts before the first question, after answers, after questions. Raises `InputError`."""
-        template = self.tokenizer.chat_template
-        if template is None:
+        if self.stops:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         question, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
-        start, *_ = template.render([*system, question]).split(MARK)
-        _, *parts = template.render([*system, question, answer, question]).split(MARK)
+        render = self.tokenizer.render_chat
+        start, *_ = render([*system, question]).split(MARK)
+        _, *parts = render([*system, question, answer, question]).split(MARK)
         if len(parts) != 3:
             raise InputError("the model's chat template leaves questions out; use another model")
         return start, parts[1], parts[2]

@@ -2,14 +2,20 @@
 
 Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` comes
 back in the answer. A text that ends is written at once as a line of JSON, as is an `error`. With
---output FILE the file of answers is the only state: what it answers is not asked again."""
+--output FILE the file of answers is the only state: what it answers is not asked again.
+
+With --ray each replica is a Ray actor with an engine, and takes the next group of prompts, in
+alphabetical order, when it is idle. Ray restarts a replica that dies, and gives it its group again.
+Texts are coupled, so that a seed gives one text on every replica."""
 
 import functools
 import json
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +27,10 @@ from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
 from minitri.files.hf_config import without_null
-from minitri.text.prompt_ids import as_seeds, next_seed
+from minitri.text.prompt_ids import as_seeds, draw_seed, next_seed
 
+MAX_RESTARTS = 4  # of a replica, by Ray
+MAX_GROUP = 16  # prompts of a replica, whose answers are written together
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 key_of = functools.partial(json.dumps, sort_keys=True)  # of an id, for a dictionary
 
@@ -37,14 +45,15 @@ class Line(NamedTuple):
     problem: str  # why the line is no object of JSON, if it is none
 
 
-def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
-    """Answers the lines of --prompts by `answer_all(lines, args)`, but for those in --output.
+def many(args: Namespace) -> int:
+    """Answers the lines of --prompts, here or by replicas, but for those in --output.
     Raises `InputError` at the end if lines were wrong, or there are none."""
     lines = read_lines(args)
     name = args.output
     stdout = nullcontext(sys.stdout)
     with stdout if name is None else Path(name).open("a+", encoding="utf-8") as file:
         done = {} if name is None else answered(file.buffer, name)
+        answer_all = answers if args.ray is None else on_replicas
         results = answer_all([line for line in lines if key_of(line.id) not in done], args)
         num_wrong = sum(done.values())
         for result in progress_bar(
@@ -129,3 +138,50 @@ def answers(
         with boot.start_run(args, engine, requests) as run:
             for end in (event for event in run if isinstance(event, End)):
                 yield heads[end.row] | answer(run.rows[end.row])
+
+
+def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
+    """Answers prompts by engines on a Ray cluster, in groups as they end. Raises `InputError`."""
+    if args.save_kv is not None:
+        raise InputError("--ray has no --save-kv; leave one of them out")
+    args.seed = draw_seed() if args.seed is None else args.seed
+    args.coupled = True
+    import ray
+
+    local: Json = {}
+    if args.ray == "local":
+        most = max(os.cpu_count() or 1, args.replicas * (args.threads or 1))
+        # Only texts go through its shared memory.
+        local = {"num_cpus": most, "include_dashboard": False, "object_store_memory": 256 << 20}
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one error is enough
+    advice = "start one, set RAY_AUTH_MODE=token if it asks for one, or give --ray local"
+    with explain(f"no Ray cluster at {shorten(args.ray, 60)}", advice):
+        ray.init(args.ray, logging_level="ERROR", log_to_driver=args.verbose, **local)
+    resources = ray.cluster_resources()
+    num_gpus = int(args.device != "cpu" and "GPU" in resources)
+    most = 1 if num_gpus else max(1, int(resources["CPU"]) // args.replicas)
+    args.threads = args.threads or most
+    options = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
+    actor = ray.remote(num_cpus=args.threads, num_gpus=num_gpus, **options)(Replica)
+    replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
+    lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
+    size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1
+    groups = [lines[start : start + size] for start in range(0, len(lines), size)]
+    try:
+        for done in replicas.map_unordered(lambda replica, g: replica.answers.remote(g), groups):
+            yield from done
+    except ray.exceptions.RayActorError as error:
+        raise InputError(f"replicas keep dying ({shorten(error)}); see their logs") from None
+
+
+@dataclass
+class Replica:
+    """An engine on the Ray cluster, in a process of its own."""
+
+    args: Namespace
+    engine: Any = None
+
+    def answers(self, lines: list[Line]) -> list[Json]:
+        """Answers lines of --prompts; the first call reads the weights."""
+        self.engine = self.engine or boot.load_engine(self.args)[0]
+        return [*answers(lines, self.args, self.engine)]

@@ -32,14 +32,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
-from minitri.apps.serve import metrics, responses
+from minitri.apps.serve import metrics
 from minitri.apps.serve.access import Access
-from minitri.apps.serve.answers import Writer
-from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.chat_body import FIELDS
-from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.answers import ResponseWriter, Writer
+from minitri.apps.serve.chats.chat_body import FIELDS
 from minitri.apps.serve.page import page
-from minitri.apps.serve.protocol import Asked, Call, Protocol
+from minitri.apps.serve.protocol import (
+    ApiError,
+    Asked,
+    Call,
+    ChatBody,
+    Protocol,
+    ResponseBody,
+    TextBody,
+    as_api_error,
+)
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
@@ -51,7 +58,7 @@ MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128) 
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
-    "/v1/responses": (ResponseBody, responses.ResponseWriter),
+    "/v1/responses": (ResponseBody, ResponseWriter),
 }
 
 

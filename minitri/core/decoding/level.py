@@ -112,12 +112,7 @@ class Level(Stage):
         """One round: the stage below guesses for `guessing` rows; `active` rows are verified."""
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):
-            forced = self.forced(sequences, guessing)
-            guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
-            if any(guessing):
-                proposal = self.below.propose(sequences, guessing)
-            if any(forced):
-                proposal = proposal.with_forced(forced, self.below.name)
+            proposal = self.below.propose(sequences, guessing)
         with self.timed_round(max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.clock.settle()  # waits for the device
@@ -130,17 +125,6 @@ class Level(Stage):
                     counts = (max(num_tested, 1), num_accepted)
                     self._meter.tuner.note_acceptance(self.below.name, *counts)
         return emitted
-
-    def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """If a grammar allows only one text next, its tokens, as guesses.
-        Other tokens could spell the same text, so these are verified like all guesses."""
-        assert self.below
-        rows: Rows = [[] for _ in sequences]
-        for b, filters in enumerate(self.runner.text_filters):
-            if guessing[b] and filters and filters.matcher:
-                path = sequences[b][len(filters.text) :]
-                rows[b] = filters.matcher.forced(path)[: self.below.gamma]
-        return rows
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass of the model; appends emitted tokens to the active rows.

@@ -32,9 +32,6 @@ class Matcher(Protocol):
     def forbidden(self, path: list[int]) -> Tensor | None:
         """Mask (V,) of tokens that a grammar forbids after text and guesses; None if it failed."""
 
-    def forced(self, path: list[int]) -> list[int]:
-        """Tokens of the only text that may follow committed text and `path`; [] if several may."""
-
 
 class TextFilters:
     """The text filters of one row, with counts of its committed tokens."""

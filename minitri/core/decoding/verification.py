@@ -10,7 +10,6 @@ the verdict. Legend: B rows, N guesses (p and numbers have N + 1), V vocab.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -56,20 +55,6 @@ class Proposal:
     def nothing(cls, batch_size: int) -> Self:
         """An empty proposal: a level that verifies it samples one token of each row."""
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), "")
-
-    def with_forced(self, forced: Rows, origin: str) -> Self:
-        """A copy in which tokens that a grammar forces replace a row's guesses, with one-hot q."""
-        tokens = [new or old for new, old in zip(forced, self.tokens, strict=True)]
-        pairs = zip(forced, self.origins, strict=True)
-        origins = [[origin] * len(new) or old for new, old in pairs]
-        _, N, V = self.probs_BNV.shape
-        more_tokens = max(map(len, tokens)) - N
-        more_words = max(0, 1 + max(itertools.chain(*forced)) - V)
-        probs_BNV = F.pad(self.probs_BNV, (0, more_words, 0, more_tokens))
-        for b, row in enumerate(forced):
-            probs_BNV[b, : len(row)] = 0
-            probs_BNV[b, range(len(row)), row] = 1
-        return self.of(tokens, probs_BNV, origins, failed=self.failed)
 
     @functools.cached_property
     def tokens(self) -> Rows:

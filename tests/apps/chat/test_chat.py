@@ -23,7 +23,7 @@ from minitri.apps.cli.arguments import OneLineParser
 from minitri.core.log import log
 from minitri.files.archive import NOWHERE, Archive, state_folder
 from minitri.text.special_tokens import SpecialTokens
-from minitri.text.tokenizer import ChatTemplate, Tokenizer
+from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3
@@ -343,13 +343,12 @@ def test_markdown_is_drawn_however_its_text_is_cut_and_nothing_is_left_out(size)
     assert screen.getvalue().split() == WORDS.split()
 
 
-def tokenizer(template: str | None) -> Tokenizer:
+def tokenizer(template: str) -> Tokenizer:
     pipeline = byte_level_tokenizer()
     marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
     pipeline.add_special_tokens(marks)
     texts = {"bos_token": "<s>", "eos_token": "</s>"}
-    special = SpecialTokens(texts=texts)
-    return Tokenizer(pipeline, special, template and ChatTemplate(template, texts))
+    return Tokenizer(pipeline, SpecialTokens(texts=texts), template)
 
 
 def spelled(tokens: Tokenizer, ids: list[int]) -> str:
@@ -375,7 +374,7 @@ def test_a_conversation_reads_as_if_the_template_had_written_it(template, docume
         text = ""
         prompt = talk.ids([*turns, Turn(question)])
         assert prompt[: len(before)] == before
-        assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
+        assert spelled(tokens, prompt) == tokens.render_chat(messages)
         turns.append(Turn(question, tokens.encode_marked(answer)))
         messages.append({"role": "assistant", "content": answer})
         before = talk.ids(turns)
@@ -386,7 +385,7 @@ def test_a_conversation_reads_as_if_the_template_had_written_it(template, docume
 
 
 def test_a_model_without_a_template_gets_plain_questions():
-    tokens = tokenizer(None)
+    tokens = tokenizer("")
     talk = conversation(tokens, [("a", "Anne was here.\n")], system="Be brief.")
     prompt = talk.ids([Turn("Who?")])
     assert spelled(tokens, prompt) == "Be brief.\n\nAnne was here.\n\n\nQuestion: Who?\nAnswer:"

@@ -1,7 +1,6 @@
 """Servers of tiny models, each on a free port with real sockets, and what their clients do."""
 
 import contextlib
-import functools
 import json
 import socket
 import threading
@@ -22,7 +21,6 @@ from minitri.core.requests import Event, Idle, Request
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import Stats
 from minitri.text.prepare import prepare
-from minitri.text.tokenizer import ChatTemplate
 from minitri.worker import Worker
 from tests.apps.serve.templates import QWEN
 from tests.conftest import write_hf_folder
@@ -33,7 +31,6 @@ PATIENCE = 60  # seconds; only a test that fails waits for so long
 COUPLED = SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True)
 PROMPT = "She had been forced into prudence"
 ENDLESS = {"prompt": PROMPT, "max_tokens": 380, "ignore_eos": True, "stream": True}
-template_of = functools.cache(lambda source: ChatTemplate(source, {}))
 
 
 class Gate(threading.Event):
@@ -254,7 +251,7 @@ def roomy_server(roomy):
 def use_template(roomy, monkeypatch):
 
     def use(source: str) -> None:
-        monkeypatch.setattr(roomy.tokenizer, "chat_template", template_of(source))
+        monkeypatch.setattr(roomy.tokenizer, "chat_template", source)
 
     return use
 
@@ -274,7 +271,7 @@ def scripted(roomy_server, run):
 
 
 @pytest.fixture
-def template(engine, monkeypatch) -> ChatTemplate:
-    made = template_of(CHATML)
-    monkeypatch.setattr(engine.tokenizer, "chat_template", made)
-    return made
+def render(engine, monkeypatch):
+    """Gives the model a chat template; the function that renders by it."""
+    monkeypatch.setattr(engine.tokenizer, "chat_template", CHATML)
+    return engine.tokenizer.render_chat

@@ -47,7 +47,7 @@ def test_a_text_is_the_engines_own_up_to_a_stop_string_and_so_is_a_stream(server
 
 
 @pytest.fixture
-def ask(server, template):
+def ask(server, render):
     def ask(**fields):
         defaults = {"model": "tiny", "messages": MESSAGES, "seed": 5, "max_completion_tokens": 16}
         return server.openai.chat.completions.create(**defaults | fields)
@@ -55,8 +55,8 @@ def ask(server, template):
     return ask
 
 
-def test_a_chat_goes_on_after_the_rendered_messages(ask, server, engine, template):
-    prompt = engine.tokenizer.encode_marked(template.render(PLAIN))
+def test_a_chat_goes_on_after_the_rendered_messages(ask, server, engine, render):
+    prompt = engine.tokenizer.encode_marked(render(PLAIN))
     answer = ask()
     [choice] = answer.choices
     assert choice.message.content == own_text(engine, prompt, seed=5, num=16)
@@ -72,7 +72,7 @@ def test_a_chat_goes_on_after_the_rendered_messages(ask, server, engine, templat
     question = {"role": "user", "content": "?" * 260}
     longest = ask(messages=[question], max_completion_tokens=None, extra_body={"ignore_eos": True})
     assert longest.usage.total_tokens == CONTEXT
-    begun = engine.tokenizer.encode_marked(template.render(PLAIN) + "It is")
+    begun = engine.tokenizer.encode_marked(render(PLAIN) + "It is")
     messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     answer = ask(messages=messages, extra_body={"continue_final_message": True})
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
@@ -91,7 +91,7 @@ def test_a_seed_repeats_its_text_also_one_that_was_drawn(server):
     assert texts[2] == texts[3] != texts[4] == texts[5]
 
 
-def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, template):
+def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, render):
     """Whole answers and streams are in the order of the prompts; four texts run at a time."""
     prompts = [PROMPT, engine.tokenizer.encode("The harbour wind"), "She"]
     fields = {"prompt": prompts, "n": 2, "max_tokens": 12}
@@ -100,7 +100,7 @@ def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, 
     texts = [own_text(engine, prompt, seed=7 + i, num=12) for i, prompt in seeded]
     assert [(it.index, it.text) for it in choices] == [*enumerate(texts)]
     assert by_index(complete(server, **fields, stream=True)) == texts
-    prompt = engine.tokenizer.encode_marked(template.render(PLAIN))
+    prompt = engine.tokenizer.encode_marked(render(PLAIN))
     texts = [own_text(engine, prompt, seed=5 + i, num=16) for i in range(3)]
     assert [choice.message.content for choice in ask(n=3).choices] == texts
     assert by_index(ask(n=3, stream=True)) == texts

@@ -59,7 +59,7 @@ def open_page(server, page) -> None:
 
 
 @pytest.mark.slow
-def test_a_person_asks_stops_goes_on_and_deletes(page, server, template):
+def test_a_person_asks_stops_goes_on_and_deletes(page, server, render):
     """Texts are never markup; with this seed an answer is repeated."""
     question = "<img src=x onerror=\"document.title='hacked'\"> Who?"
     with server.limited(api_key="secret"):

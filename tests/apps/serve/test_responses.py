@@ -34,7 +34,7 @@ MESSAGES = [
 
 
 @pytest.fixture
-def ask(server, template):
+def ask(server, render):
     def ask(**fields):
         given = {"model": "tiny", "input": "Who is?", "instructions": "Be brief."}
         given |= {"max_output_tokens": 16, "extra_body": {"seed": 5}}
@@ -52,9 +52,9 @@ def checked(events) -> list:
     return events
 
 
-def test_an_answer_is_that_of_the_chat_and_a_stream_has_all_events_in_order(ask, engine, template):
+def test_an_answer_is_that_of_the_chat_and_a_stream_has_all_events_in_order(ask, engine, render):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is?"}]
-    prompt = engine.tokenizer.encode_marked(template.render(messages))
+    prompt = engine.tokenizer.encode_marked(render(messages))
     answer = ask(store=False)
     Response.model_validate(answer.to_dict())
     assert answer.output_text == own_text(engine, prompt, seed=5, num=16)
@@ -74,7 +74,7 @@ def test_an_answer_is_that_of_the_chat_and_a_stream_has_all_events_in_order(ask,
     assert {event.item_id for event in events[3:-2]} == {last.output[0].id}
 
 
-def test_a_stream_that_fails_says_so(server, template):
+def test_a_stream_that_fails_says_so(server, render):
     """An error after the first text is the last event."""
     fields = {"input": "Who?", "stream": True, "max_output_tokens": 300, "ignore_eos": True}
     steps = iter([None] * 9)  # and StopIteration

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from minitri.apps.serve.bodies.chat_body import checked
-from minitri.apps.serve.bodies.completion import ChatBody
+from minitri.apps.serve.chats.chat_body import checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
+from minitri.apps.serve.protocol import ChatBody
 from tests.apps.serve.templates import FAMILIES, QWEN
 from tests.conftest import refused
 

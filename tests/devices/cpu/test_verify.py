@@ -22,7 +22,7 @@ def distributions(*shape, seed, least=-0.5, ties=8):
 
 
 def case(counts, V, seed, **options):
-    """Guesses sampled from q, which is near p; row 1 has forced tokens."""
+    """Guesses sampled from q, which is near p; in row 1 q is one-hot."""
     B, N = len(counts), max(counts)
     p_BNV = distributions(B, N + 1, V, seed=seed, **options)
     q_BNV = (p_BNV + distributions(B, N + 1, V, seed=seed + 1000, **options))[:, :N] / 2
@@ -31,9 +31,11 @@ def case(counts, V, seed, **options):
         torch.multinomial(q_NV, 1, generator=generator).flatten().tolist() if n else []
         for q_NV, n in zip((q_BNV[b, :n] for b, n in enumerate(counts)), counts, strict=True)
     ]
-    proposal = Proposal.of(tokens, q_BNV, "draft")
     if B > 1:
-        proposal = proposal.with_forced([tokens[1] * (b == 1) for b in range(B)], "draft")
+        n = counts[1]
+        q_BNV[1, :n] = 0
+        q_BNV[1, range(n), tokens[1]] = 1
+    proposal = Proposal.of(tokens, q_BNV, "draft")
     return proposal, p_BNV, torch.rand(B, N + 1, dtype=torch.float64, generator=generator)
 
 
@@ -47,7 +49,7 @@ def check(kernels, rule, *given):
 @every_rule
 @pytest.mark.parametrize("V", [1, 2, 50, 4001])
 def test_verdicts_are_those_of_the_definition(kernels, rule, V):
-    """Rows have uneven numbers of guesses, one has forced tokens. Numbers may be at the edge,
+    """Rows have uneven numbers of guesses, those of one are certain. Numbers may be at the edge,
     distributions one-hot, as those of greedy decoding, or without zeros."""
     lengths = set()
     kinds = itertools.product((-0.5, -math.inf, 99.0), (None, 0.0, 1 - 2**-53))

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
-from minitri.files.snapshots import origin_of
 from tests.conftest import load, refused, write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
 from tests.files.reuse.conftest import files_may_not_grow, say
@@ -138,16 +137,19 @@ def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, ca
     assert len(caplog.records) == 1
 
 
-def test_engines_that_round_otherwise_and_other_owners_share_nothing(engine, prompt, tmp_path):
+def test_engines_that_round_otherwise_and_other_owners_share_nothing(
+    engine, prompt, tmp_path, monkeypatch
+):
     ask(engine, prompt, tmp_path)
-    origin, nothing = origin_of(engine.model), HeldRow(new_cache(engine.config), 0, [])
+    execution, nothing = engine.model.execution, HeldRow(new_cache(engine.config), 0, [])
     for change, owner, is_shared in (
         ({}, "", True),
         ({}, "a key", False),
         ({"computed_by": "another processor"}, "", False),
-        ({"fingerprint": "another model"}, "", False),
+        ({"identify": lambda: "another model"}, "", False),
     ):
-        store = kv_store.KVStore(str(tmp_path), LARGE, replace(origin, **change))
+        monkeypatch.setattr(engine.model, "execution", replace(execution, **change))
+        store = kv_store.KVStore(str(tmp_path), LARGE, engine.model)
         assert (store.longer(prompt, owner, nothing) is not nothing) == is_shared
 
 

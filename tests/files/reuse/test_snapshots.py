@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri import InputError
 from minitri.files import snapshots
-from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.files.snapshots import read_snapshot, write_snapshot
 from minitri.loader import OpenEngine
 from tests.conftest import edit_json, load, refused, tiny_engine
 from tests.files.reuse.conftest import files_may_not_grow, say
@@ -192,9 +192,9 @@ def forked(*given):
     return process
 
 
-def save_all(path, source, origin, notes, most=None):
+def save_all(path, source, model, notes, most=None):
     """Without an engine, which may not save after a fork; killed after `most` calls or returns."""
-    held, _ = read_snapshot(source, origin)
+    held, _ = read_snapshot(source, model)
     moments = itertools.count()
 
     def count(*_):
@@ -203,7 +203,7 @@ def save_all(path, source, origin, notes, most=None):
 
     sys.setprofile(count)
     for note in notes:
-        write_snapshot(path, held, origin, note)
+        write_snapshot(path, held, model, note)
     sys.setprofile(None)
 
 
@@ -227,7 +227,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt
     engine.save_kv(path, "old")
     codes, notes = [], []
     while {*codes} <= {-signal.SIGKILL}:
-        writer = forked(path, saved[0], origin_of(engine.model), ["new"], 149 * len(codes))
+        writer = forked(path, saved[0], engine.model, ["new"], 149 * len(codes))
         writer.join(60)
         codes.append(writer.exitcode)
         assert engine.load_kv(path)
@@ -244,8 +244,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt
 
 def test_of_two_who_save_at_once_one_file_stays_whole(path, engine, saved):
     """Processes; who reads meanwhile has the whole file of one, or an error if it is replaced."""
-    notes, seen, origin = ["1" * 9999, "2"], set(), origin_of(engine.model)
-    writers = [forked(path, saved[0], origin, [note] * 40) for note in notes]
+    notes, seen = ["1" * 9999, "2"], set()
+    writers = [forked(path, saved[0], engine.model, [note] * 40) for note in notes]
     while any(writer.is_alive() for writer in writers):
         with contextlib.suppress(InputError):
             engine.load_kv(path)

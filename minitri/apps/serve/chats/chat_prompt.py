@@ -11,8 +11,8 @@ import jinja2
 
 from minitri import Engine, Grammar, InputError
 from minitri.apps.cli.report import Json
-from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
 from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, format_of
+from minitri.apps.serve.chats.chat_body import Conversation, Function, Message
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import refuse
 from minitri.text.matcher import probe, schema_text
@@ -42,8 +42,7 @@ class ChatPrompt:
         turns = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         turns += read_turns(asked.messages)
         self._begun = turns.pop()["content"] if asked.continue_final_message else ""
-        template = tokenizer.chat_template
-        source = (template.tool_source or template.source) if template else ""
+        source = tokenizer.tool_template or tokenizer.chat_template
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
