@@ -71,10 +71,9 @@ def with_value(flag: str, action: Action) -> list[str]:
     """A flag with a value that differs from its default."""
     if action.nargs == 0:
         return [flag]
-    default = {int: "3", float: "0.5"}.get(action.type, "text")
     choices = [it for it in action.choices or () if it not in ("auto", "float32")]
-    number = "3" if action.metavar == "N" else default
-    return [flag, choices[-1] if choices else VALUES.get(flag, number)]
+    usual = {"N": "3", "X": "0.5"}.get(action.metavar, "text")
+    return [flag, choices[-1] if choices else VALUES.get(flag, usual)]
 
 
 PROGRAMS = {  # each with a command line that its flags change
