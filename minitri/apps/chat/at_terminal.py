@@ -52,11 +52,17 @@ def ask(
     failed = ""
     while True:
         try:
-            failed = obey(session.prompt(default=failed))
+            typed = session.prompt(default=failed)
+            session.output.enable_bracketed_paste()  # during the answer, too, a paste stays whole
+            session.output.flush()
+            failed = obey(typed)
         except KeyboardInterrupt:
             failed = ""
         except EOFError:
             return
+        finally:
+            session.output.disable_bracketed_paste()
+            session.output.flush()
 
 
 def let_keys_wait() -> None:

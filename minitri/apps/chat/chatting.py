@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import Json, outline
+from minitri.apps.cli.report import Json, counted, outline
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
@@ -75,7 +76,9 @@ class Chat:
                 if text := line.removeprefix('"""').removesuffix('"""').strip():
                     self._answer(self.talk.turns, Turn(text))
             elif command is None:
-                raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
+                near = get_close_matches(name, COMMANDS, 1)
+                way = f"did you mean /{near[0]}?" if near else "/help lists what there is"
+                raise InputError(f"there is no /{shorten(name, 40)}; {way}")
             elif name in ("load", "save") and not value:
                 raise InputError(f"/{name} names no file; give /{name} FILE")
             else:
@@ -133,7 +136,11 @@ class Chat:
         if file:
             texts = {file: read_document(file, "/documents")}
             self._file = file
-            self._read(self.talk.with_documents(texts, self._engine.config, self._args))
+            try:
+                talk = self.talk.with_documents(texts, self._engine.config, self._args)
+            except InputError as error:
+                raise InputError(error.message, "/fit keeps what fits of it") from None
+            self._read(talk)
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
 
@@ -232,7 +239,9 @@ class Chat:
             ids = ids[:-1]
         is_cut = state.finish_reason in ("length", None)
         if is_cut:
-            log.info("(cut after %d tokens; /continue goes on)", len(ids))
+            log.info("(cut after %s; /continue goes on)", counted(len(ids), "token"))
+        elif not state.text.strip():
+            log.info("(here the model ended its answer)")
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
         if self._archive.folder.is_dir():
