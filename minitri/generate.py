@@ -20,7 +20,7 @@ from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
 from minitri.apps.cli.jsonl import answers, many
-from minitri.apps.cli.report import answer, counted, report
+from minitri.apps.cli.report import answer, report, tokens
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.apps.cluster.batch import on_replicas
 from minitri.core.log import log
@@ -43,9 +43,7 @@ def run_command(args: argparse.Namespace) -> int:
         return many(args, answers if args.ray is None else on_replicas)
     text, source, usual_tokens = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
-    sampling, seed = boot.sampling_of(
-        args, engine, f"prompt: {counted(len(prompt), 'token')}{source}"
-    )
+    sampling, seed = boot.sampling_of(args, engine, f"prompt: {tokens(len(prompt))}{source}")
     settings = arguments.taken(GenerationConfig, args)
     seeds = [next_seed(seed, number) for number in range(args.n)]
     requests = [Request(prompt, seed, sampling, settings) for seed in seeds]

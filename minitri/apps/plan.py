@@ -123,14 +123,8 @@ def run_command(args: Namespace) -> None:
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
     rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:
-        result = {
-            "model": needs.config.name,
-            "context": needs.num_tokens,
-            "on_chip": best,
-            "hardware": site._asdict(),
-            "placements": rows,
-        }
-        print(json.dumps(result, default=vars))
+        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
+        print(json.dumps({**facts, "hardware": site._asdict(), "placements": rows}, default=vars))
     else:
         print(
             f"{needs.config.name}, {needs.num_tokens} tokens, {form}",

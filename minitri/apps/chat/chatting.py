@@ -20,7 +20,7 @@ from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import Json, counted, outline
+from minitri.apps.cli.report import Json, outline
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
@@ -136,11 +136,7 @@ class Chat:
         if file:
             texts = {file: read_document(file, "/documents")}
             self._file = file
-            try:
-                talk = self.talk.with_documents(texts, self._engine.config, self._args)
-            except InputError as error:
-                raise InputError(error.message, "/fit keeps what fits of it") from None
-            self._read(talk)
+            self._read(self.talk.with_documents(texts, self._engine.config, self._args))
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
 
@@ -239,7 +235,7 @@ class Chat:
             ids = ids[:-1]
         is_cut = state.finish_reason in ("length", None)
         if is_cut:
-            log.info("(cut after %s; /continue goes on)", counted(len(ids), "token"))
+            log.info("(cut after %d tokens; /continue goes on)", len(ids))
         elif not state.text.strip():
             log.info("(here the model ended its answer)")
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)

@@ -97,10 +97,9 @@ class Conversation:
             factor = -(-(context - room + kept) // context)
             raise InputError(
                 f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
-                "and for questions and answers",
-                "keep what fits with --fit",
-                "keep N tokens with --max-prompt-tokens N",
-                f"extend the context with --rope-scaling yarn:{factor}",
+                "and for questions and answers; /fit or --fit keeps what fits, "
+                "--max-prompt-tokens N keeps N tokens, "
+                f"a start with --rope-scaling yarn:{factor} extends the context"
             )
         lengths = range(1, sum(sizes) + 1)
         most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))

@@ -12,7 +12,6 @@ from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
-from minitri.core.settings import MAX_ROWS
 from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
@@ -84,7 +83,7 @@ def start_run(
         engine.load_kv(args.load_kv)
     with engine.stream(
         requests,
-        batch_size=args.batch_size or MAX_ROWS,
+        batch_size=args.batch_size,
         generation=taken(GenerationConfig, args),  # the run takes its own settings only
         speculation=speculation_of(args, hottest),  # timed only if greedy or without --seed
     ) as run:

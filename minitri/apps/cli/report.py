@@ -64,10 +64,9 @@ def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
-    num_read = counted(stats.num_prefilled_tokens, "token")
     seconds = stats.prefill_seconds + stats.decode_seconds
-    line = f"{counted(total, 'token')} in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it "
-    line += f"for {num_read} of the prompt and warm-up"
+    line = f"{tokens(total)} in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it "
+    line += f"for {tokens(stats.num_prefilled_tokens)} of the prompt and warm-up"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
@@ -77,9 +76,9 @@ def outline(run: "minitri.Generation") -> str:
     return line
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things in words: `1 token`, `2 tokens`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+def tokens(number: int) -> str:
+    """A number of tokens in words: `1 token`, `2 tokens`."""
+    return f"{number} token{'s' * (number != 1)}"
 
 
 def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -254,7 +254,7 @@ def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, ca
 
 def test_too_many_documents_are_refused_or_the_longest_cut(begin):
     texts = {"a.txt": "And so on. " * 2000, "b.txt": "So they say.", "c.txt": "As if. " * 1500}
-    with pytest.raises(InputError, match=r"--fit.* --max-prompt-tokens N .* yarn:\d+"):
+    with pytest.raises(InputError, match=r"--fit .* --max-prompt-tokens N .* yarn:\d+ "):
         begin(documents=texts)
     chat = begin("--fit -n 12", texts)
     first, second, third = chat.talk.documents

@@ -31,7 +31,7 @@ minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep i
 minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --system Short! | --system has no effect alone; add --chat, or
-minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number; see
+minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number from 1 to
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --output OUT | ^--output has no effect alone; add --prompts
 minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers

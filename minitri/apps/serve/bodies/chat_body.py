@@ -60,7 +60,8 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
     advice = FIELDS["advice"].get(problem["type"], "{msg}")
     if problem["type"] == "extra_forbidden":
-        for near in get_close_matches(place, kind.model_fields.keys() - content, 1):
+        known = kind.model_json_schema()["properties"].keys()
+        for near in get_close_matches(place, known - content, 1, 0.8):
             advice = f"did you mean {near}?"
     advice = advice.format(**problem, **problem.get("ctx", {}))
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
