@@ -91,7 +91,7 @@ PROGRAMS = {  # each with a command line that its flags change
     "bench": (bench.main, f"{CPU} -n 4 --seeds 1", "--prompt-file=text"),
     "score": (scoring.main, CPU, "text"),
     "plan": (plan.main, "-m llama2-7b-128k --context 99999", "--gpu-memory=24"),
-    "selftest": (selftesting.main, f"{CPU} -n 4 --num-samples 40", "--prompt=She had"),
+    "selftest": (selftesting.main, f"{CPU} -n 4 --num-samples 200", f"--prompt={PROMPT}"),
     "serve": (serving.main, CPU, "--port=0"),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in [*PROGRAMS][1:]]
