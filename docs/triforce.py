@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -41,6 +42,7 @@ FLAGS = {"model": MODEL, "draft": DRAFT, "rule": "block", "temperature": 0.6, "s
 FLAGS |= {"gamma1": 2, "gamma2": 6, "budget": 512, "prompt-tokens": 2000, "new-tokens": 100}
 PLAIN = {"model_type": "llama", "rope_type": "default", "hidden_act": "silu", "mlp_bias": False}
 PLAIN |= {"attention_bias": False, "quantization_config": None}  # a config says this, or nothing
+BAD_INPUT = (OSError, ValueError, ImportError, NotImplementedError, SafetensorError)
 COLORS = {"draft": "\x1b[32m", "retrieval": "\x1b[36m", "target": "\x1b[33m"}
 
 
@@ -496,5 +498,5 @@ def main(words: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (KeyboardInterrupt, OSError, ValueError, ImportError, NotImplementedError) as error:
+    except (KeyboardInterrupt, *BAD_INPUT) as error:
         sys.exit(f"\x1b[0mtriforce.py: {(str(error) or 'interrupted').splitlines()[0]}")

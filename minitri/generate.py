@@ -20,7 +20,7 @@ from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
 from minitri.apps.cli.jsonl import many
-from minitri.apps.cli.report import answer, report
+from minitri.apps.cli.report import answer, report, tokens
 from minitri.apps.cli.terminal import LEGEND, print_stream, shown
 from minitri.core.log import log
 from minitri.files.named_models import table
@@ -42,7 +42,7 @@ def run_command(args: argparse.Namespace) -> int:
         return many(args)
     text, source, usual_tokens = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, text, usual_tokens=usual_tokens)
-    sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
+    sampling, seed = boot.sampling_of(args, engine, f"prompt: {tokens(len(prompt))}{source}")
     settings = arguments.taken(GenerationConfig, args)
     seeds = [next_seed(seed, number) for number in range(args.n)]
     requests = [Request(prompt, seed, sampling, settings) for seed in seeds]

@@ -3,14 +3,9 @@
 import argparse
 from pathlib import Path
 
-from minitri.apps.cli.arguments import whole
+from minitri.apps.cli.arguments import number_from
 
-
-def positive(text: str) -> int:
-    """The type of a flag that no settings class checks, for a whole number above 0."""
-    if (number := whole(text)) < 1:
-        raise ValueError
-    return number
+positive = number_from(1)  # the type of a flag that no settings class checks
 
 
 def picture(text: str) -> Path:

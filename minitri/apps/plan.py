@@ -16,12 +16,13 @@ from minitri import GenerationConfig, ModelConfig, SamplingParams
 from minitri.apps.cli import exits, report
 from minitri.apps.cli.arguments import OneLineParser, speculation_of
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.core.fields import between, one_of
+from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes
 from minitri.core.shape import MemoryShape
-from minitri.files.fetch import LOOKUPS, default_draft, locate_config
+from minitri.devices.cpu.build import has_kernels
+from minitri.files.fetch import LOOKUPS, default_draft, locate_config, on_disk
 from minitri.files.named_models import MODELS
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed, about the paper's
@@ -47,22 +48,6 @@ def site_of_row(row: str) -> Site:
 
 TABLE = Path(__file__).with_name("hardware.txt").read_text("utf-8").rstrip()
 SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanFlags:
-    """Flags of `minitri plan`."""
-
-    context: int | None = between(None, 1)
-    """Tokens, prompt and output. Default: all it holds."""
-    gpu: str | None = one_of(None, "list", *SITES)
-    """A card by name; `list` shows their figures."""
-    gpu_memory: int | None = between(None, 1)
-    """Memory of a GPU in GiB. Default: that of --gpu, or of this machine."""
-    gpus: int = between(1, 1, 64)
-    """How many GPUs share the model (torchrun)."""
-    host_memory: int = between(256, 1)
-    """Memory that may be page-locked, in GiB."""
 
 
 def config_of(name: str) -> ModelConfig:
@@ -97,7 +82,9 @@ def demand_of(args: Namespace) -> Demand:
 
 def site_of(args: Namespace) -> Site:
     """The device to plan for: a GPU by the flags, or else this machine's GPU or CPU."""
-    if site := SITES.get(args.gpu):
+    if args.gpu is not None:
+        with explain(f"there is no --gpu {shorten(args.gpu, 60)}", "see --gpu list"):
+            site = SITES[args.gpu]
         return site._replace(gib=args.gpu_memory or site.gib)
     name = "a GPU"
     gib = args.gpu_memory
@@ -124,24 +111,23 @@ def run_command(args: Namespace) -> None:
         return
     needs = demand_of(args)
     site = site_of(args)
-    if args.draft_weights == "auto" and site.machine is not CPU:
-        needs = needs.with_default_copy(site.gib * GIB - CONTEXT)
+    form = args.dtype
+    if site.machine is not CPU:
+        if args.draft_weights == "auto":
+            needs = needs.with_default_copy(site.gib * GIB - CONTEXT)
+    elif has_kernels() and (found := on_disk(args.model)) and found.path.suffix == ".gguf":
+        form += ", weights quantized as in the file"
+        needs = dataclasses.replace(needs, weight_bytes=found.path.stat().st_size)
     host_bytes = args.host_memory * GIB / args.gpus
     best = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
     rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:
-        result = {
-            "model": needs.config.name,
-            "context": needs.num_tokens,
-            "on_chip": best,
-            "hardware": site._asdict(),
-            "placements": rows,
-        }
-        print(json.dumps(result, default=vars))
+        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
+        print(json.dumps({**facts, "hardware": site._asdict(), "placements": rows}, default=vars))
     else:
         print(
-            f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}",
+            f"{needs.config.name}, {needs.num_tokens} tokens, {form}",
             f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}",
             f"GB/s: {site.machine.bytes_per_second / 1e9:.0f}, "
             f"from the host {site.machine.link_bytes_per_second / 1e9:.3g}\n",
@@ -161,7 +147,10 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         needs.shape.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
-        pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
+        pass_bytes={
+            "target": needs.weight_bytes,
+            "retrieval": copy_bytes(needs.config, needs.copy_bits) or needs.weight_bytes,
+        },
     )
     plans = needs.shape.speculation.plans
     tuner = Autotuner(plans, functools.partial(work.seconds, site.machine), use_clock=False)
@@ -182,4 +171,4 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
     }
 
 
-main = exits.program(lambda: OneLineParser("plan", PlanFlags), run_command)
+main = exits.program(lambda: OneLineParser("plan"), run_command)

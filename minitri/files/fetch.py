@@ -36,7 +36,7 @@ class Located(NamedTuple):
 
 def locate(model: str, *, progress: bool = False) -> Located:
     """Finds a path, or finds or fetches a named model or hub repository. Raises `InputError`."""
-    if located := _on_disk(model):
+    if located := on_disk(model):
         return located
     repo = repository_of(model)
     try:
@@ -51,7 +51,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 def locate_config(model: str) -> Located:
     """Finds a path, or config.json of a named model or hub repository. Raises `InputError`."""
-    return _on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
+    return on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
 
 
 def repository_of(model: str) -> str:
@@ -90,7 +90,7 @@ def default_draft(model: str) -> str:
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
-def _on_disk(model: str) -> Located | None:
+def on_disk(model: str) -> Located | None:
     """Finds a model on this disk: a path, a snapshot or an unpacked wheel; None if not there."""
     if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)

@@ -4,6 +4,7 @@ Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib
+import functools
 import termios
 import tty
 from argparse import Namespace
@@ -42,7 +43,7 @@ def ask(
     }
     session = shortcuts.PromptSession[str](
         "> ",
-        multiline=filters.Condition(lambda: session.default_buffer.text.count('"""') % 2 == 1),
+        multiline=filters.Condition(lambda: is_open(session.default_buffer.text)),
         history=history.FileHistory(folder / "history") if folder.is_dir() else None,
         completer=GrammarCompleter(regular_languages.compile(COMMAND_LINE), completers),
         complete_style=shortcuts.CompleteStyle.READLINE_LIKE,
@@ -52,11 +53,23 @@ def ask(
     failed = ""
     while True:
         try:
-            failed = obey(session.prompt(default=failed))
+            typed = session.prompt(default=failed)
+            session.output.enable_bracketed_paste()  # during the answer, too, a paste stays whole
+            session.output.flush()
+            failed = obey(typed)
         except KeyboardInterrupt:
             failed = ""
         except EOFError:
             return
+        finally:
+            session.output.disable_bracketed_paste()
+            session.output.flush()
+
+
+@functools.lru_cache(1)  # is asked for each line on the screen
+def is_open(text: str) -> bool:
+    """Whether triple quotes are open at the end of a text."""
+    return text.count('"""') % 2 == 1
 
 
 def let_keys_wait() -> None:

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ class Chat:
                 if text := line.removeprefix('"""').removesuffix('"""').strip():
                     self._answer(self.talk.turns, Turn(text))
             elif command is None:
-                raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
+                near = get_close_matches(name, COMMANDS, 1)
+                way = f"did you mean /{near[0]}?" if near else "/help lists what there is"
+                raise InputError(f"there is no /{shorten(name, 40)}; {way}")
             elif name in ("load", "save") and not value:
                 raise InputError(f"/{name} names no file; give /{name} FILE")
             else:
@@ -233,6 +236,8 @@ class Chat:
         is_cut = state.finish_reason in ("length", None)
         if is_cut:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
+        elif not state.text.strip():
+            log.info("(here the model ended its answer)")
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
         if self._archive.folder.is_dir():

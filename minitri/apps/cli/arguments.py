@@ -7,23 +7,21 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli.documents import read_text
-from minitri.core.errors import shorten
-from minitri.core.fields import between, changed, check_fields
+from minitri.core.errors import MAX_COUNT, shorten
+from minitri.core.fields import changed
 from minitri.core.log import log
-from minitri.core.settings import MAX_ROWS, Bias
+from minitri.core.settings import Bias
 from minitri.files.named_models import ModelChoice
 from minitri.text.grammar import Grammar
-from minitri.text.prompt_ids import MAX_SEED
 
 Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
@@ -34,36 +32,7 @@ and other defaults; full headings, and those of which only one flag may be given
 program or heading; flags that need others, or that a method ignores; those of --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramFlags:
-    """Flags for numbers that are fields of no other settings class."""
-
-    threads: int | None = between(None, 1, 1024)
-    """Cores of a CPU to compute on. Default: all."""
-    max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the prompt, or N of the documents, the longest of which are cut.
-    Default: all; of the demo 4000, and in selftest 2000, if they fit."""
-    seed: int | None = between(None, 0, MAX_SEED)
-    """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
-    num_tokens: int = between(12288, 1)
-    """Tokens to sample from a server."""
-    num_samples: int = between(2048, 0, 10**6)
-    """Tokens per method in the statistical test; 0 leaves it out."""
-    kv_store_size: float = between(10.0, 0.001)
-    """Most GiB in the --kv-store; the least recently used entries are deleted."""
-    n: int = between(1, 1, MAX_ROWS)
-    """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
-    batch_size: int = between(MAX_ROWS, 1, 1024)
-    """Prompts of --prompts that run at the same time, if memory allows."""
-    replicas: int = between(1, 1, 4096)
-    """Engines on that cluster, each on a GPU if there are any."""
-    seeds: int = between(2, 1, 1000)
-    """Runs per prompt."""
-
-
-SETTINGS = (ModelChoice, ProgramFlags, SamplingParams, GenerationConfig, SpeculationConfig)
+SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name."""
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
@@ -104,6 +73,7 @@ class OneLineParser(argparse.ArgumentParser):
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, add_help=False, **settings)
         self.register("action", "grammar", GrammarFlag)
+        self.register("action", "switch", argparse.BooleanOptionalAction)
         self.classes = (*SETTINGS, *own)
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
@@ -111,7 +81,7 @@ class OneLineParser(argparse.ArgumentParser):
         for title, names in TABLE["programs"][program].items():
             group = self.add_flags(*names, title=title)
             for flags, options in TABLE["arguments"].get(title or program, {}).items():
-                group.add_argument(*flags.split(), **options)
+                group.add_argument(*flags.split(), **arguments_of(options))
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
@@ -130,7 +100,7 @@ class OneLineParser(argparse.ArgumentParser):
         for name, options in (known | TABLE["flags"]).items():
             if name in wanted:
                 flag = f"--{name.replace('_', '-')}"
-                group.add_argument(*TABLE["short"].get(name, ()), flag, **options)
+                group.add_argument(*TABLE["short"].get(name, ()), flag, **arguments_of(options))
         return group
 
     def in_flags(self, error: InputError) -> str:
@@ -173,7 +143,7 @@ class OneLineParser(argparse.ArgumentParser):
             if flag in given:
                 log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
         for settings in self.classes:
-            check_fields(taken(settings, args))
+            taken(settings, args)  # checks itself
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
@@ -181,11 +151,28 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def whole(text: str) -> int:
-    """Type of a flag whose value is a whole number in digits from 0 to 9."""
-    if not text.removeprefix("-").encode().isdigit():
-        raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no whole number")
-    return int(text)
+def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]:
+    """Type of a flag for a number in these limits: in digits from 0 to 9, if `least` is whole."""
+    is_whole = isinstance(least, int)
+
+    def number(text: str) -> float:
+        is_digits = text.removeprefix("-").encode().isdigit()
+        value = float("nan" if is_whole and not is_digits else text)
+        if not least <= value <= most:
+            wanted = f"{'whole ' * is_whole}number from {least} to {most:.15g}"
+            raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no {wanted}")
+        return int(text) if is_whole else value
+
+    return number
+
+
+def arguments_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `add_argument` from a row of flags.json, whose `range` becomes a type."""
+    options = {**row}
+    if limits := options.pop("range", None):
+        name = "N" if isinstance(limits[0], int) else "X"
+        options |= {"type": number_from(*limits), "metavar": name}
+    return options
 
 
 class GrammarFlag(argparse.Action):
@@ -212,18 +199,15 @@ def options_of(field: "dataclasses.Field[Any]", settings: type[Any]) -> dict[str
     elif field.type == Bias:
         # The settings check the parts.
         options |= {"action": "append", "metavar": "ID:BIAS", "type": lambda text: text.split(":")}
-    elif "range" in field.metadata:  # which `check` heeds
-        is_whole = isinstance(field.metadata["range"][0], int)
-        options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
-    else:
-        options["choices"] = field.metadata.get("choices")
-    return options
+    return options | dict(field.metadata)  # its range or choices
 
 
 @functools.cache
 def field_texts(settings: type) -> dict[str, str]:
     """Help text of each field of a class, from the string below it, by the field's name."""
-    pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
+    source = Path(sys.modules[settings.__module__].__file__ or "").read_text("utf-8")
+    own = source.partition(f"\nclass {settings.__name__}:")[2].partition("\nclass ")[0]
+    pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', own, re.M | re.S)
     return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in pairs}
 
 

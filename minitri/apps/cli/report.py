@@ -64,9 +64,9 @@ def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
-    line = f"{total} tokens in {stats.prefill_seconds + stats.decode_seconds:.2f} s, "
-    line += f"{stats.prefill_seconds:.2f} s of it for {stats.num_prefilled_tokens} tokens of the "
-    line += "prompt and warm-up"
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    line = f"{tokens(total)} in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it "
+    line += f"for {tokens(stats.num_prefilled_tokens)} of the prompt and warm-up"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
@@ -74,6 +74,11 @@ def outline(run: "minitri.Generation") -> str:
         num_guessed = sum(state.stats.by_origin[name] for state in run.rows for name in stages)
         line += f"; {num_guessed / total:.0%} of them were proposed ahead and confirmed"
     return line
+
+
+def tokens(number: int) -> str:
+    """A number of tokens in words: `1 token`, `2 tokens`."""
+    return f"{number} token{'s' * (number != 1)}"
 
 
 def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; an
 import contextlib
 import socket
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import minitri
@@ -14,7 +14,6 @@ from minitri import End, GenerationConfig, InputError, Request, SamplingParams, 
 from minitri.apps.cli import arguments, boot, exits
 from minitri.apps.serve.access import Access
 from minitri.core.errors import explain, shorten
-from minitri.core.fields import between
 from minitri.core.log import LossyHandler, log
 from minitri.core.offload.placement import GIB
 from minitri.core.settings import MAX_ROWS
@@ -22,36 +21,6 @@ from minitri.core.shape import MemoryShape
 
 DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most models
 SHARE = 0.6  # of the memory that is free before weights are read, by default
-
-
-@dataclass(frozen=True)
-class ServeFlags:
-    """Flags of `minitri serve` that no other program has."""
-
-    context: int | None = between(None, 1)
-    """Tokens of a prompt and its answer. Default: 8192, or as many as the model holds."""
-    batch_size: int | None = between(None, 1, 1024)
-    """Requests that run at a time. Default: 8, or as many as there is memory for."""
-    memory: float | None = between(None, 0.01)
-    """GiB to take at most, weights included. Default: 60 %% of what is free."""
-    max_queue: int = between(64, 1)
-    """Requests that wait for a row; more are answered with 503."""
-    port: int = between(8000, 0, 65535)
-    """Port to listen at; 0: any port that is free."""
-    stall_seconds: float = between(120.0, 1.0)
-    """Without any progress, after which requests get an error, and /health answers 503."""
-    grace: float = between(30.0, 0.0)
-    """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
-    coupled: bool = True
-    """Tie random numbers to seed and position: a seed gives one text, alone and with other
-    requests; without it fewer guesses are rejected at a temperature above 0."""
-    ignore_unknown_fields: bool = False
-    """Ignore fields of requests that this server does not know."""
-
-
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri serve`."""
-    return arguments.OneLineParser("serve", ServeFlags, Access)
 
 
 def run_command(args: Namespace) -> None:
@@ -144,4 +113,4 @@ def choose_rows(
     raise InputError(got, "lower batch_size=", "lower context=", "give more memory=")
 
 
-main = exits.program(build_parser, run_command)
+main = exits.program(lambda: arguments.OneLineParser("serve", Access), run_command)

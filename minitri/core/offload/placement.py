@@ -26,6 +26,7 @@ class Demand:
     draft: ModelConfig | None  # of the draft model, if there is one
     shape: MemoryShape
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
+    weight_bytes: int = 0  # of the model's weights, if `itemsize` does not say it
     copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any
 
     @property
@@ -76,7 +77,7 @@ class Demand:
         # Layer-major prefill keeps the hidden states of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
-            "weights": num_weights(config) * self.itemsize,
+            "weights": self.weight_bytes or num_weights(config) * self.itemsize,
             "weights that only propose": proposing,
             "full KV cache": on_chip * self.kv_layer,
             "staging buffers": min(hosted, 2) * self.kv_layer
@@ -134,7 +135,6 @@ class Demand:
 
 def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
     """Largest allowed number of layers whose KV cache fits on the device. Raises `InputError`."""
-    L = needs.config.num_layers
     choices = needs.placements
     room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE
     here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
@@ -142,8 +142,8 @@ def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int
         return here
     raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
-        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
-        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
+        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} layers on "
+        f"the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
         "shorten the text",
         "use offload=True",
         "lower prefill_chunk=",

@@ -47,10 +47,10 @@ def load_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(built))
         try:
             place = built_library()
-            unfinished = Path(shutil.copy(built, f"{place}.{os.getpid()}"))
-            unfinished.replace(place)
+            with tempfile.TemporaryDirectory(dir=place.parent) as near:
+                Path(shutil.copy(built, near)).replace(place)
         except (OSError, InputError) as error:
-            log.info("cannot store the CPU kernels: %s", shorten(error, 90))
+            log.info("cannot store the CPU kernels (%s); set MINITRI_WEIGHTS", shorten(error, 90))
     return library
 
 

@@ -89,6 +89,7 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_pa
 
 COMMAND_LINES = """
 /nonsense | there is no /nonsense; /help lists
+/docuemnts a | there is no /docuemnts; did you mean /documents?
 /regenerate | there is no answer yet
 /sampling temperature=hot | temperature is 'hot'
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
@@ -316,6 +317,20 @@ KEYS = {
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_paste_or_several_lines_are_one_question(typed, keys):
     assert typed(f"{keys}\x04") == KEYS[keys]
+
+
+def test_a_paste_during_an_answer_is_marked_as_one(tmp_path):
+    output, marks = Mock(DummyOutput(), wraps=DummyOutput()), []
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=output):
+        pipe.send_text("Who?\r\x04")
+
+        def obey(_: str) -> str:
+            marks.append([it[0] for it in output.method_calls if "bracketed" in it[0]][-1])
+            return ""
+
+        at_terminal.ask(tmp_path, [], obey, str)
+    assert marks == ["enable_bracketed_paste"]
+    assert "disable" in [it[0] for it in output.method_calls if "bracketed" in it[0]][-1]
 
 
 def test_a_question_that_failed_is_edited_and_earlier_lines_and_files_are_found(typed, tmp_path):

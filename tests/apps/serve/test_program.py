@@ -19,8 +19,10 @@ import httpx
 import pytest
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.serve import app
-from minitri.apps.serve.serving import SHARE, build_parser, choose_rows, main, open_worker
+from minitri.apps.serve.access import Access
+from minitri.apps.serve.serving import SHARE, choose_rows, main, open_worker
 from minitri.core import memory
 from minitri.core.log import LossyHandler, log
 from minitri.core.offload.placement import GIB
@@ -89,7 +91,7 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
 
 
 def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
-    args = build_parser().parse_args(["--context", "2", "--batch-size", "1"])
+    args = OneLineParser("serve", Access).parse_args(["--context", "2", "--batch-size", "1"])
     assert args.temperature is None  # of requests that do not say: as the model's files have it
     worker, *size = open_worker(args, engine, SamplingParams(), SpeculationConfig())
     worker.close()

@@ -5,7 +5,7 @@ of 24 GB would hold.
 """
 
 from minitri.apps.cli.arguments import OneLineParser
-from minitri.apps.plan import ACCEPTANCE, PlanFlags, demand_of, placement, site_of
+from minitri.apps.plan import ACCEPTANCE, demand_of, placement, site_of
 from minitri.core.offload.placement import CONTEXT, GIB, choose_on_chip
 from tools.paper.costs import bound
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
@@ -55,7 +55,7 @@ def measure(lab: Lab, settings: Json) -> Json:
 def predicted(flags: str) -> Json:
     """Layers whose KV fits on each GPU; milliseconds per token by TriForce, alone, and alone with
     weights on one GPU and attention, with the whole KV cache, on the CPU, as DeepSpeed does."""
-    args = OneLineParser("plan", PlanFlags).parse_args(["--model", *flags.split()])
+    args = OneLineParser("plan").parse_args(["--model", *flags.split()])
     needs, site = demand_of(args), site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
     on_chip = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)

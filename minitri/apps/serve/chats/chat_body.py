@@ -4,6 +4,7 @@ What a client sends is not converted: true is no number. What is wrong is one li
 """
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -58,6 +59,10 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     )
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
     advice = FIELDS["advice"].get(problem["type"], "{msg}")
+    if problem["type"] == "extra_forbidden":
+        known = kind.model_json_schema()["properties"].keys()
+        for near in get_close_matches(place, known - content, 1, 0.8):
+            advice = f"did you mean {near}?"
     advice = advice.format(**problem, **problem.get("ctx", {}))
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
