@@ -138,7 +138,10 @@ def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, ca
     assert len(caplog.records) == 1
 
 
-def test_engines_that_round_otherwise_and_other_owners_share_nothing(engine, prompt, tmp_path):
+def test_engines_that_round_otherwise_and_other_owners_share_nothing(
+    engine, prompt, tmp_path, monkeypatch
+):
+    """A setting of a library may make another engine round otherwise."""
     ask(engine, prompt, tmp_path)
     origin, nothing = origin_of(engine.model), HeldRow(new_cache(engine.config), 0, [])
     for change, owner, is_shared in (
@@ -149,6 +152,9 @@ def test_engines_that_round_otherwise_and_other_owners_share_nothing(engine, pro
     ):
         store = kv_store.KVStore(str(tmp_path), LARGE, replace(origin, **change))
         assert (store.longer(prompt, owner, nothing) is not nothing) == is_shared
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    store = kv_store.KVStore(str(tmp_path), LARGE, origin)
+    assert store.longer(prompt, "", nothing) is nothing
 
 
 def test_without_room_texts_are_those_of_old_with_one_line(engine, prompt, text, tmp_path, caplog):
