@@ -1,4 +1,4 @@
-"""What copies, clocks and locked memory ask of CUDA; tests/gpu shows what a device does then."""
+"""What copies, clocks, locked memory and captures ask of CUDA; tests/gpu shows what it does."""
 
 import gc
 from contextlib import nullcontext
@@ -7,6 +7,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
+from minitri.core.graphs import GraphPool
 from minitri.core.offload import streams
 from minitri.core.offload.streams import CopyStream, HostMemory, clock_of
 
@@ -74,3 +75,11 @@ def test_memory_that_cannot_be_locked_is_pinned_by_pytorch_or_is_one_line(
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
     block = streams.host_memory(8, CUDA)
     assert (block is pinned, block.nbytes, len(caplog.records)) == (can_pin, 8, not can_pin)
+
+
+def test_a_graph_is_captured_after_warm_ups_and_without_garbage_collection(cuda, monkeypatch):
+    clear, calls = Mock(), []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    replay, output = GraphPool(CUDA).record(lambda: calls.append(gc.isenabled()) or len(calls))
+    assert (calls, output, gc.isenabled()) == ([True, True, False], 3, True)
+    assert (replay, clear.call_count) == (cuda.CUDAGraph().replay, 2)
