@@ -2,7 +2,9 @@
 stage, cache or batch changes its text."""
 
 import functools
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,54 +19,13 @@ from tests.files.test_checkpoint import as_gguf
 
 TOLERANCE = 1e-5
 """Largest allowed difference of logits, as a share of the largest, float32."""
-MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11, "logits_scaling": 3.0}
-SCALES = {"embedding_scale": 6.0, "attention.scale": 0.11, "logit_scale": 3.0}
-FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.6], "long_factor": [1, 2, 3, 4, 5, 6.0]}
-LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.75, **FACTORS}
-TRAINED = "original_max_position_embeddings"
-LONG = {"rope_parameters": LONGROPE, TRAINED: 64, "sliding_window": 600}
-PARTIAL = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 64}
-PARTIAL |= {"attention.sliding_window": 600}
-GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": 0}
-WINDOW, SLIDING = {"sliding_window": 24}, {"attention.sliding_window": 24}
-OLD = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_parameters": None, "layer_types": None}
-OLD |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "sliding_window_pattern": 2}
-LOCAL = {"rope.freq_base": 2e6, "rope.freq_base_swa": 2e4, "rope.scaling.factor": 4.0}
-LOCAL |= {"attention.sliding_window_pattern": 2}
+KINDS, VARIANTS, OLD, FACTORS = (
+    json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))[name]
+    for name in ("KINDS", "VARIANTS", "OLD", "FACTORS")
+)
+"""By family and variant: settings of a config.json, and keys of a GGUF file; by variant settings of
+a config.json alone; those of Gemma 3 as its makers wrote them; divisors of LongRoPE."""
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
-KINDS = {
-    "granite": (
-        {**MULTIPLIERS, "residual_multiplier": 0.4, "tie_word_embeddings": True},
-        {**SCALES, "residual_scale": 0.4},
-    ),
-    "smollm3": ({"num_hidden_layers": 4, "pad_token_id": 0}, {}),
-    "olmo2": ({"num_key_value_heads": 4}, {}),
-    "phi3": ({"pad_token_id": 0, **WINDOW}, {"rope.dimension_count": 16, **SLIDING}),
-    "mistral": (WINDOW, SLIDING),
-    "qwen2": ({}, {}),
-    "qwen3": ({"head_dim": 32, "attention_bias": True}, {}),
-    "gemma3_text": ({**GEMMA, **WINDOW}, {**LOCAL, **SLIDING}),
-    "phi3, long": ({**LONG, "pad_token_id": 0}, PARTIAL),
-    "phi3, short": (
-        {**LONG, "pad_token_id": 0, TRAINED: 256, "max_position_embeddings": 256},
-        {**PARTIAL, "rope.scaling.original_context_length": 256},
-    ),
-}
-"""By family and variant: settings of a config.json, and keys of a GGUF file."""
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SOME = {"sliding_window": 70, "use_sliding_window": True, "max_window_layers": 1}
-OWN = {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
-VARIANTS = {
-    "Mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
-    "Qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64},
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3": {"rope_scaling": LLAMA3},
-    "yarn": {"rope_scaling": YARN},
-    "Qwen2, windows in a layer": {"model_type": "qwen2", **SOME},
-    "Gemma 3, own scale": {**GEMMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 24},
-    "yarn, own factor": {"rope_scaling": {**YARN, **OWN}},
-}
 WAYS = [{"method": name} for name in ("naive", "retrieval", "triforce")]
 WAYS.append({"method": "triforce", "gamma1": None, "tree": "3x2"})
 SMALL = {"budget": 32, "chunk_size": 4, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}

@@ -1,8 +1,12 @@
 """Chat templates: what `transformers` makes of them, and nothing that a template may try."""
 
+import io
 import json
 import os
 import resource
+import runpy
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -173,3 +177,29 @@ def test_a_fork_renders_in_processes_of_its_own():
     for _ in range(50):
         assert render([{"content": "parent"}]) == "parent"
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(("held", "stack"), [(-1, 1 << 20), (1 << 21, 1 << 20), (1 << 26, 1 << 22)])
+def test_the_program_of_a_sandbox_limits_itself_and_answers_line_by_line(
+    held, stack, monkeypatch, capsys
+):
+    """The stack is half of what a thread has, at most 4 MiB; only computing is timed."""
+    limits, timers = {}, []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (held, -1))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.update({what: limit}))
+    monkeypatch.setattr(signal, "setitimer", lambda *timer: timers.append(timer))
+    monkeypatch.setattr(sys, "argv", ["", "render", "2.5", "4096"])
+    marked = "{% generation %}{{ x|tojson }}{% endgeneration %}{{ strftime_now('%%') }}"
+    given = {"x": "<é>", "messages": [1, 2]}
+    lines = [json.dumps([source, given]) for source in (marked, NEEDS_PAIRS, "{% if %}")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    runpy.run_path(sandbox.PROGRAM, run_name="__main__")
+    marks, refused, wrong = map(json.loads, capsys.readouterr().out.splitlines())
+    assert marks == {"text": '"<é>"%'}
+    assert refused == {"error": "TemplateError: Roles must alternate"}
+    assert wrong["error"].startswith("TemplateSyntaxError: ")
+    kinds = (resource.RLIMIT_STACK, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+    assert limits == {
+        kind: (size, size) for kind, size in zip(kinds, (stack, 4096, 0), strict=True)
+    }
+    assert timers == [(signal.ITIMER_PROF, seconds) for _ in lines for seconds in (2.5, 0)]

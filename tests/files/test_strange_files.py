@@ -22,26 +22,7 @@ from tests.conftest import edit_json, load, refused
 from tests.core.rigs import tiny_config
 from tests.files.test_checkpoint import as_gguf, copy_of, sharded
 
-CONFIGS = """
-model_type  a ['llama'] model  [["llama"]]
-eos_token_id  eos_token_ids  ["</s>", [-1]]
-yarn beta_slow  RoPE beta_fast  [33]
-llama3 low_freq_factor  RoPE high_freq_factor  [4.0]
-llama sliding_window  sliding_window=4096  [4096]
-mistral sliding_window  sliding_window is  [0, "4", 2.5, [4, 8]]
-mistral layer_types  layer_types is  [["full_attention", "sliding_attention"]]
-qwen3 layer_types  layer_types is  [["full_attention", "sliding_attention"]]
-gemma3_text layer_types  layer_types is  [["chunked_attention"], ["full_attention"]]
-gemma3_text sliding_window_pattern  holds a wrong value  [0, "x", [1]]
-gemma3_text final_logit_softcapping  final_logit_softcapping=30.0  [30.0]
-qwen2 num_key_value_heads  num_kv_heads  [null]
-smollm3 no_rope_layers  holds a wrong value  [[1], 4]
-granite residual_multiplier  residual_scale  [0, "1"]
-phi3 rope_parameters  there must be 8  [{"long_factor": [2], "short_factor": [1]}]
-longrope short_factor  there must be 8  [[1]]
-gemma3_text hidden_activation  hidden_activation='gelu'  ["gelu"]
-gemma2 hidden_act  a 'gemma2' model; use one of  ["silu"]
-"""
+CONFIGS = Path(__file__).with_name("wrong_configs.txt").read_text("utf-8")
 """The changed setting, after its model type or kind of RoPE; what the error names; values."""
 
 

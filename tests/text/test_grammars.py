@@ -1,6 +1,7 @@
 """Grammars: text that they force, texts of schemas, and what is refused."""
 
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import jsonschema
@@ -83,24 +84,7 @@ def test_white_space_of_json_ends(engine):
     assert [bool(forbidden_V[line]) for forbidden_V in lines] == [False, True]
 
 
-def closed(properties: dict) -> dict:
-    parts = {"properties": properties, "required": [*properties]}
-    return parts | {"type": "object", "additionalProperties": False}
-
-
-INT, TEXT, BOOL = {"type": "integer"}, {"type": "string", "maxLength": 12}, {"type": "boolean"}
-SCHEMAS = [
-    closed({"a": INT, "b": {"type": "number"}, "c": BOOL, "d": {"type": "null"}})
-    | {"required": ["b"]},
-    closed({"mixed": {"enum": [1, "one", None, True, [1, 2], {"k": "v"}]}}),
-    closed({"name": TEXT, "children": {"type": "array", "maxItems": 2, "items": {"$ref": "#"}}}),
-    closed({"é": TEXT, "日本": {"enum": ["東京", "naïve", "🙂🚀", "back\\slash", "\u0001"]}}),
-    {"type": "array", "items": {"type": "array", "items": BOOL, "maxItems": 3}, "maxItems": 3},
-    {"type": "string", "pattern": "^[A-Z][a-z]{2,5}(-[0-9]{1,3})?$"},
-    closed({"a": INT, "b": INT}) | {"required": ["b"]},
-    {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95},
-    {"anyOf": [INT, {"type": "string", "enum": ["none", "all"]}, closed({"id": INT})]},
-]
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
 
 
 def test_what_ends_by_itself_is_valid(engine):

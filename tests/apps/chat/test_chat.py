@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -87,22 +88,7 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_pa
     assert read[0] > 100 > max(read[1:])  # the documents are read once
 
 
-COMMAND_LINES = """
-/nonsense | there is no /nonsense; /help lists
-/docuemnts a | there is no /docuemnts; did you mean /documents?
-/regenerate | there is no answer yet
-/sampling temperature=hot | temperature is 'hot'
-/sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
-/sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
-/sampling presence_penalty=9 | presence_penalty is 9; it must be
-/save no.kv | there is no KV cache to save
-/load | /load names no file; give /load FILE
-/documents /no/such/file | /documents /no/such/file cannot be read (No such file
-/documents | there are no documents
-/system | as the model has it
-/system Be brief. | system: Be brief.
-/reset | questions and answers are forgotten
-"""
+COMMAND_LINES = Path(__file__).with_name("command_lines.txt").read_text("utf-8")
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES.strip().splitlines())

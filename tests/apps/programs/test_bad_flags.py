@@ -23,30 +23,7 @@ from minitri.apps.cli import inputs
 from minitri.apps.cli.arguments import OneLineParser
 from tests.conftest import tiny_engine
 
-BAD = r"""
-minitri Caht --document x.txt | no program Caht; did you mean chat
-minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
-minitri.generate --prompt-file binary | --prompt-file binary cannot be read
-minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504
-minitri.generate --prompt LONE | not valid Unicode \(character 1\)
-minitri.generate --prompt=-- | --prompt: expected one argument
-minitri.generate --system Short! | --system has no effect alone; add --chat, or
-minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number from 1 to
-minitri.generate --n 2 --color | --n is for one prompt
-minitri.generate --output OUT | ^--output has no effect alone; add --prompts
-minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers
-minitri.generate --prompts tiny/config.json --ray local --output OUT | import of ray .*; pip
-minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
-minitri.generate --prompts one --output /dev/full | ^--output /dev/full cannot be continued
-minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
-minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
-minitri.apps.serve.serving --port BUSY | port \d+ \(Address already in use.*; choose another --host
-minitri.apps.serve.serving --context 100000 --port 0 | ^--context is 100000; give from 2 to 512
-minitri.apps.selftest.selftesting --max-prompt-tokens 600 --max-new-tokens 40 | tokens 40; .* 472
-minitri.apps.bench --max-prompt-tokens 600 | new-tokens 64; .* with --max-prompt-tokens 448
-minitri.apps.bench --method naive:4x | ^--tree is '4x'
-minitri.apps.plan --gpus 2 | cannot be split over 2 ranks: .* use another number of GPUs
-"""
+BAD = Path(__file__).with_name("bad_flags.txt").read_text("utf-8")
 NO_MODEL = ("minitri", "minitri.apps.plan")
 
 

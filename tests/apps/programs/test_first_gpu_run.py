@@ -45,24 +45,12 @@ def outcomes(summary: str) -> list[str]:
     return [re.sub(r" \(\d+ s\)", "", line[3:]) for line in lines if line[:2] == "--"]
 
 
-def test_every_part_writes_a_file_and_results_end_screen_and_summary(run, tmp_path):
-    """Without a device it stops at once, as with an unknown call."""
-    body = 'echo "RESULT $HF_HUB_OFFLINE"; [[ $* != *kernel_times* ]]'
-    code, screen, summary = run(body, "first")
-    assert code == 1
-    names = ["environment", "boot checks", "engines", "7B on chip", "kernel times"]
-    assert outcomes(summary) == [f"{name}: exit code {name == 'kernel times':d}" for name in names]
-    assert (summary.count("RESULT 1"), screen.endswith(summary)) == (len(names), True)
-    assert len([*(tmp_path / "out").iterdir()]) == len(names) + 1
-    code, screen, summary = run("", "first", has_cuda=False)
-    assert (code, "ran" in screen, "no CUDA device" in summary) == (3, False, True)
-    assert run("", "--cpu", "second", has_cuda=False)[0] == 0
-    assert run("", "nonsense")[0] == 2
-
-
 @pytest.mark.slow
 def test_a_dry_run_ends_in_time_with_results(run, monkeypatch):
-    """Real programs run at small shapes, without real weights; tests are only collected."""
+    """Real programs run at small shapes, without real weights; tests are only collected. Without a
+    device nothing begins, as with an unknown call."""
+    assert run("", "first", has_cuda=False)[0] == 3
+    assert run("", "nonsense")[0] == 2
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # kernels take too long to be timed
     body = f'[[ $* == *smollm2* ]] || exec {sys.executable} "$@"'
     code, _, summary = run(body, "--cpu", PYTEST_ADDOPTS="--collect-only")

@@ -4,18 +4,9 @@ The end token is that of the tiny model. What counts: which fields of a message 
 what is refused: ids of other lengths than nine, and several calls by Llama's.
 """
 
-TEMPLATE = """{%- if tools %}{{- '<s>system\\n' + tools | tojson + '</s>\\n' }}{%- endif %}
-{%- for message in messages %}
-    {{- '<s>' + message.role + '\\n' + (message.tool_call_id or '') + message.content }}
-    {%- if message.tool_calls | length > MOST %}{{- raise_exception('fewer') }}{%- endif %}
-    {%- for call in message.tool_calls or () %}
-        {%- if call.id | length != 9 %}{{- raise_exception('nine letters') }}{%- endif %}
-        {{- call.id + 'OPENING{"name": "' + call.function.name + '", "KEY": ' }}
-        {{- call.function.arguments | tojson + '}CLOSING' }}
-    {%- endfor %}
-    {{- '</s>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<s>assistant\\n' }}{%- endif %}"""
+from pathlib import Path
+
+TEMPLATE = Path(__file__).with_name("tools.jinja").read_text("utf-8")
 
 
 def template_of(opening: str, closing: str, key: str = "arguments", most: int = 9) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,20 +14,7 @@ IS_DONE = "document.querySelectorAll('.answer .tools').length === 1 && !running"
 ANSWER = "[...document.querySelectorAll('.answer .text')].at(-1).textContent"
 
 
-DRAWN = """# Ships
-Use **two** `sails` in my_big_ship, *not* one.
-
-```html
-<script>document.title = 'hacked'</script>
-```
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-<img src=x onerror="document.title='hacked'"> [x](javascript:document.title='hacked')
-![p](http://127.0.0.1/p.png) [ok](https://a.example/my_big_ship)
-"""
+DRAWN = Path(__file__).with_name("drawn.md").read_text("utf-8")
 
 
 @pytest.fixture

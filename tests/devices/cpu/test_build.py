@@ -86,10 +86,16 @@ def test_a_library_is_built_once_for_each_source_compiler_and_processor(
         assert num_built() == number
 
 
-def test_fewer_instructions_are_another_library_and_unknown_ones_are_refused(source, monkeypatch):
+def test_fewer_instructions_are_another_library_and_unknown_ones_are_refused(
+    source, tmp_path, monkeypatch
+):
     load_library()
     monkeypatch.setenv("MINITRI_KERNELS", "avx2")
     assert not build.built_library().exists()
+    script = f'case "$1" in -march=*) exit 1;; esac; exec {REAL} "$@"'
+    set_compiler(script, tmp_path, monkeypatch)
+    with pytest.raises(OSError, match="compiler"):  # it knows no AVX2, and does not do without
+        load_library()
     monkeypatch.setenv("MINITRI_KERNELS", "avx9")
     with pytest.raises(InputError, match="avx9"):
         kernels._load_once.__wrapped__()

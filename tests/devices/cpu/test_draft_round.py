@@ -117,6 +117,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="the CPU kernels cannot take"):
             guess(*wrong, V)
     guess(runner.cache, [[10**9], [-(10**9)], [1]], numbers_BN, filters, V)  # some token instead
+    guess(
+        runner.cache, rows, torch.zeros(3, runner.cache.capacity - 1).double(), filters, V
+    )  # fits
 
 
 def test_what_one_call_cannot_do_is_done_by_single_passes():

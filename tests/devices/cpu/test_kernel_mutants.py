@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,25 +63,7 @@ CLAIMS = {
         kernels, verify_block, math.nan
     ),
 }
-MUTANTS = """
-filters: mass.sum >= wanted => mass.sum > 2 * wanted
-greedy: float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
-attention: block : block + t + 1, 0) => block : block + t + 2, 0)
-a row: begin(piece * PIECE) => begin(piece * PIECE - (piece && plan.num_pieces > 1))
-NaN: x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-linear: (sums[0] + sums[1]) => (1)
-linear: (a.rows ? row : n) % PANEL => n % PANEL
-repack: half = BITS == 6 ? g / 2 % 2 : g % 2 => half = g % 2
-repack: j % 8 < 4 ? *six & 63 : late => j % 8 < 4 ? *six & 63 : late & 31
-a pass: slot = p.lengths[b] + t => slot = p.lengths[0] + t
-a pass: E) + float(eps) => E) + 0.0f
-a round: a.uniforms[at] => a.uniforms[b * a.N]
-a round: row[a.ids[n]] = => row[a.ids[n + outputs]] =
-a verdict: kept > 0 && !(uniforms[kept - 1] => kept > 0 && !(uniforms[a.N]
-a verdict: scale * some(p_V + i, V - i) - some => scale * some(p_V + i, V - i) - 0.0f * some
-no residual: mass > 0 ? left => kept < n ? left
-one row alone: are_finite(q, n * V) => are_finite(q, a.N * V)
-"""
+MUTANTS = Path(__file__).with_name("kernel_mutants.txt").read_text("utf-8")
 ONE_DTYPE = [("work(BFloat16Operand());", "{}"), ("work(Widened<Float16>());", "{}")]
 """What float32 alone does without: two thirds of the time of the compiler."""
 

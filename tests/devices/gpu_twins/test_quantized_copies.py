@@ -14,7 +14,7 @@ from minitri.core.model.block import read_block
 from minitri.core.model.execution import Execution
 from minitri.core.model.llama import Layers, Llama
 from minitri.core.roofline import GROUP, copy_bytes
-from minitri.devices.choose import retrieval_copy
+from minitri.devices.choose import choose_device, choose_dtype, retrieval_copy
 from minitri.devices.gpu import fused_modules, quantized_copies
 from minitri.devices.gpu.fused_modules import FusedLayers, check_kernels, fuse_if_possible
 from minitri.devices.gpu.quantized_copies import copy_in_few_bits, dequantize, quantize
@@ -173,3 +173,21 @@ def test_where_kernels_do_not_work_the_model_stays_as_it_is_and_a_line_says_so(c
     model = tiny_model(CONFIG)
     assert fuse_if_possible(model) is model
     assert len(caplog.records) == 1
+
+
+def test_a_gpu_is_taken_if_there_is_one_and_computes_in_bfloat16_if_it_can(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    ranks, devices = Mock(count=2), [choose_device(name) for name in ("auto", "cuda:1", "cpu:0")]
+    devices += [choose_device(name, ranks) for name in ("auto", "cuda", "cpu")]
+    assert [*map(str, devices)] == ["cuda", "cuda:1", "cpu", "cuda:1", "cuda:1", "cpu"]
+    for given, message in (
+        (("cuda:2",), "cpu or cuda:0 to cuda:1"),
+        (("cuda:0", ranks), "2 ranks"),
+    ):
+        with pytest.raises(InputError, match=message):
+            choose_device(*given)
+    for capability, dtype in ((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, it=capability: it)
+        assert choose_dtype("auto", devices[0]) == getattr(torch, dtype)

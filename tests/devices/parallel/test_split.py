@@ -1,8 +1,10 @@
 """What the shares of a model compute together; ranks are threads, so that mutants are seen."""
 
 import copy
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from minitri.core.errors import InputError
 from minitri.core.model.block import read_block
 from minitri.core.model.execution import Ranks
-from minitri.devices.parallel.group import RankGroup
+from minitri.devices.parallel.group import RankGroup, first_end, leave
 from minitri.devices.parallel.ranks import join
 from minitri.files import open_models
 from minitri.files.named_models import ModelChoice
@@ -105,3 +107,28 @@ def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatc
             monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="torchrun"):
         join()
+
+
+class Graph:
+    """Stands for a captured CUDA graph."""
+
+    def __init__(self) -> None:
+        self.reset = Mock()
+
+
+def test_a_group_hands_on_errors_and_ends_after_its_graphs(monkeypatch):
+    """Of one rank, in this process."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    store, graph = dist.HashStore(), Graph()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = RankGroup(store, 0, 1)
+    assert group.ask_first(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        group.ask_first(lambda: 1 // 0)
+    with pytest.raises(InputError, match="different clocks; start all"):
+        group.check_same("clocks", math.nan)  # equals nothing
+    leave()
+    graph.reset.assert_called_once_with()
+    for rank, prints in (("0", True), ("1", False), ("x", True)):  # "x": nobody knows which
+        monkeypatch.setenv("RANK", rank)
+        assert first_end(5) == (5, prints)

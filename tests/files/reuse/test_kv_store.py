@@ -140,6 +140,7 @@ def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, ca
 def test_engines_that_round_otherwise_and_other_owners_share_nothing(
     engine, prompt, tmp_path, monkeypatch
 ):
+    """A setting of a library may make another engine round otherwise."""
     ask(engine, prompt, tmp_path)
     execution, nothing = engine.model.execution, HeldRow(new_cache(engine.config), 0, [])
     for change, owner, is_shared in (
@@ -151,6 +152,10 @@ def test_engines_that_round_otherwise_and_other_owners_share_nothing(
         monkeypatch.setattr(engine.model, "execution", replace(execution, **change))
         store = kv_store.KVStore(str(tmp_path), LARGE, engine.model)
         assert (store.longer(prompt, owner, nothing) is not nothing) == is_shared
+    monkeypatch.setattr(engine.model, "execution", execution)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    store = kv_store.KVStore(str(tmp_path), LARGE, engine.model)
+    assert store.longer(prompt, "", nothing) is nothing
 
 
 def test_without_room_texts_are_those_of_old_with_one_line(engine, prompt, text, tmp_path, caplog):
