@@ -21,7 +21,7 @@ import minitri
 from minitri import Engine, Generation, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.errors import InputError
 from minitri.core.requests import End
-from minitri.devices.cpu.flash_attention import attend_cpu
+from minitri.devices.cpu.pytorch import attend_cpu
 from minitri.files.fetch import locate
 from minitri.text.tokenizer import Tokenizer
 from minitri.trees.tree_level import TreeLevel

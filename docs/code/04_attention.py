@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from minitri.core.model.attention import attend_math
-from minitri.devices.cpu.flash_attention import attend_cpu
+from minitri.devices.cpu.pytorch import attend_cpu
 
 PREFIX, T, H, K, D = 1000, 4, 4, 2, 8
 S = PREFIX + T

@@ -14,11 +14,10 @@ from minitri.core.model.execution import Ranks
 from minitri.core.model.llama import Llama
 from minitri.core.roofline import default_copy_bits
 from minitri.devices.cpu.draft_round import DraftRound
-from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.devices.cpu.kernel_layers import quantized_copy
 from minitri.devices.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
-from minitri.devices.cpu.packed import can_pack
-from minitri.devices.gpu.attention_backends import GpuAttention, choose_attention
+from minitri.devices.cpu.pytorch import attend_cpu, can_pack
+from minitri.devices.gpu.attention_backends import choose_attention
 from minitri.devices.gpu.quantized_copies import copy_in_few_bits
 
 
@@ -112,11 +111,3 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     if lender.execution.is_row_invariant and lender.dtype == copy.dtype and are_plain:
         copy.execution = replace(copy.execution, draft_round=DraftRound(copy, lender).guess)
     return copy
-
-
-def attention_name(attend: Attend) -> str:
-    """Name of a model's attention, for the log and the statistics."""
-    if isinstance(attend, GpuAttention):
-        return attend.name
-    kernels = getattr(attend, "__self__", None)
-    return f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"

@@ -26,7 +26,7 @@ from minitri.devices.choose import (
 from minitri.devices.cpu.build import identity
 from minitri.devices.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.devices.cpu.kernels import Kernels
-from minitri.devices.cpu.packed import can_pack, pack_linears
+from minitri.devices.cpu.pytorch import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join

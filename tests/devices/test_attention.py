@@ -5,8 +5,7 @@ import torch
 
 from minitri.core.model.attention import attend_math
 from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
-from minitri.devices.cpu.flash_attention import attend_cpu
-from minitri.devices.cpu.packed import can_pack, pack_linears
+from minitri.devices.cpu.pytorch import attend_cpu, can_pack, pack_linears
 from minitri.devices.gpu.attention_backends import GpuAttention
 
 

@@ -37,7 +37,7 @@ from minitri.core.roofline import CARDS, CPU, Workload
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stack import Stack
 from minitri.devices.choose import attention_for, choose_device, choose_dtype, retrieval_copy
-from minitri.devices.cpu.packed import can_pack, pack_linears
+from minitri.devices.cpu.pytorch import can_pack, pack_linears
 from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.files.fetch import default_draft

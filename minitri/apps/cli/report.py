@@ -30,12 +30,14 @@ def where(model: "Llama") -> dict[str, str]:
     """Where a model runs: dtype, device, attention backend and PyTorch version."""
     import torch  # is there, as the model is
 
-    from minitri.devices.choose import attention_name
+    from minitri.devices.cpu.kernels import Kernels
 
+    kernels = getattr(model.attend, "__self__", None)  # whose method it may be
+    compiled = f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "attention": attention_name(model.attend),
+        "attention": getattr(model.attend, "name", compiled),
         "torch": torch.__version__,
     }
 

@@ -13,8 +13,9 @@ import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments, boot, exits
 from minitri.apps.serve.access import Access
+from minitri.apps.serve.lossy_log import LossyHandler
 from minitri.core.errors import explain, shorten
-from minitri.core.log import LossyHandler, log
+from minitri.core.log import log
 from minitri.core.offload.placement import GIB
 from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape

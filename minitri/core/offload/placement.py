@@ -143,7 +143,8 @@ def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int
     raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
         f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of "
-        f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
+        f"{needs.config.num_layers} layers on the device, got {device_bytes / GIB:.2f} and "
+        f"{host_bytes / GIB:.2f}",
         "shorten the text",
         "use offload=True",
         "lower prefill_chunk=",

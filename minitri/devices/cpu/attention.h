@@ -20,11 +20,11 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 struct AttentionArguments {
     const void *q, *keys, *values;  // queries: (B, T, H, D)
     void* out;                      // as q
-    const int64_t* lengths;  // (B): prefixes
-    const uint8_t* mask;     // (T, T), or null: causal
+    const int64_t* lengths;         // (B): prefixes
+    const uint8_t* mask;            // (T, T), or null: causal
     int64_t B, T, H, K, D;
     int64_t kv_batch, kv_head, kv_slot;  // strides, in numbers
-    int64_t is_tiled;  // see `devices/cpu/tiles.py`
+    int64_t is_tiled;                    // see `devices/cpu/tiles.py`
 };
 
 // Offset of number d of slot s in keys or values in tiles: tiles of P slots of D numbers, each a

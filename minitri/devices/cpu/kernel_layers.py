@@ -33,7 +33,7 @@ from minitri.devices.cpu.kernels import (
     require,
     set_turns,
 )
-from minitri.devices.cpu.products import multiply_rows
+from minitri.devices.cpu.pytorch import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
@@ -236,10 +236,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         decoding=partial(kernels.threads, 1),
         reading=kernels.threads,
         probs=kernels.probs,
-        rules={
-            verify: partial(kernels.verify, is_block=False),
-            verify_block: partial(kernels.verify, is_block=True),
-        },
+        rules={rule: partial(kernels.verify, rule=rule) for rule in (verify, verify_block)},
         is_narrow=not kernels.instructions.startswith("AVX-512"),
         make_slots=kernels.make_slots,
     )

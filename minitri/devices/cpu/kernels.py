@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import RMSNorm
 
-from minitri.core.decoding.verification import Guesses, Verdict
+from minitri.core.decoding.verification import Guesses, Rule, Verdict, verify_block
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
@@ -34,6 +34,7 @@ from minitri.devices.cpu.tiles import COLUMNS, Tiles, tiled_slots
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()  # all engines of a process share the kernels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in C++
+VERDICT_DTYPES = [torch.float32] * 2 + [torch.float64] + [torch.int64] * 2  # of its tensors
 BLOCK = 64  # slots whose scores are computed at once; a cache in tiles has a multiple of it
 
 
@@ -179,30 +180,21 @@ class Kernels:
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
-    def verify(
-        self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, *, is_block: bool
-    ) -> Verdict:
-        """Block or token verification in one call: a `Rule`, equal to its definition in PyTorch."""
+    def verify(self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, rule: Rule) -> Verdict:
+        """Applies a rule, `verification.verify` or `verify_block`, in one call."""
         tokens_BN, q_BNV, counts_B = guesses
         B, N, V = q_BNV.shape
         tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
-        wanted = [
-            (torch.float32, B, N + 1, V),
-            (torch.float32, B, N, V),
-            (torch.float64, B, N + 1),
-            (torch.int64, B, N),
-            (torch.int64, B),
-        ]
         require(
-            [(x.dtype, *x.shape) for x in tensors] == wanted,
-            all(x.is_contiguous() for x in tensors),
-            all(0 <= n <= N for n in counts_B.tolist()),
+            [x.shape for x in tensors] == [(B, N + 1, V), (B, N, V), (B, N + 1), (B, N), (B,)],
+            [x.dtype for x in tensors] == VERDICT_DTYPES,
+            all(x.is_contiguous() for x in tensors) and all(0 <= n <= N for n in counts_B.tolist()),
             tensors=tensors,
         )
         verdicts_B3 = torch.empty(B, 3, dtype=torch.int64)
         arguments = abi.VerifyArguments(p=p_BNV, q=q_BNV, uniforms=uniforms_BN, B=B, N=N, V=V)
         arguments.fill(tokens=tokens_BN, counts=counts_B, verdicts=verdicts_B3)
-        self.call("verify", arguments, p_BNV.dtype, is_block)
+        self.call("verify", arguments, p_BNV.dtype, rule is verify_block)
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:

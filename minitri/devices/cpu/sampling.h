@@ -1,5 +1,4 @@
-// Distributions of logits, samples and verdicts, as `core/decoding` defines them in `sampling.py` and
-// `verification.py`.
+// Distributions of logits, samples and verdicts, as `core/decoding` defines them.
 
 #pragma once
 
@@ -115,9 +114,8 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     }
 }
 
-// Samples a token by inverse CDF, with the bits of `core/decoding/sampling.py:sample`. The n
-// possible tokens are `ids`, sorted, or the first n. If none has a probability, as with NaN,
-// returns `last`.
+// Samples a token by inverse CDF, with the bits of `sampling.py:sample`. The n possible tokens are
+// `ids`, sorted, or the first n; `last` if none has a probability, as with NaN.
 inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform,
                           int64_t last) {
     // The first token at which the running sum is above `target`; none if that is infinite. Blocks
@@ -165,9 +163,9 @@ inline bool are_finite(const float* x, int64_t n) {
     return sum_lanes(zeros) == 0;
 }
 
-// Block or token verification. w[i] is the probability to keep the first i guesses, by tokens 1 or
-// 0. From the last guess on, the first that passes its test is the last that is accepted; the next
-// token comes from max(w[i] p - q, 0).
+// Block or token verification. NaN in p or q stays in w. w[i] is the probability to keep the first
+// i guesses, by tokens 1 or 0. From the last guess on, the first that passes its test is the last
+// that is accepted; the next token comes from max(w[i] p - q, 0).
 inline void verify(const VerifyArguments& a, bool is_block) {
     Pool::get().run(a.B, a.B * a.N * a.V, [&](int64_t b) {
         static thread_local Scratch<float> memory;
@@ -179,18 +177,15 @@ inline void verify(const VerifyArguments& a, bool is_block) {
         for (int64_t i = 0; i < n; ++i) {
             const int64_t at = i * V + std::clamp<int64_t>(a.tokens[b * a.N + i], 0, V - 1);
             const double p_i = p[at], q_i = q[at], ratio = q_i > 0 ? p_i / q_i : NAN;
-            w.push_back(w[i] * (is_block ? ratio : double(uniforms[i] * q_i < p_i)));
-            if (w.back() > 1) w.back() = 1;
+            w.push_back(std::min(w[i] * (is_block ? ratio : uniforms[i] * q_i < p_i), 1.0));
         }
         int64_t kept = n;
         double mass = 0, chance = w[n];
         while (kept > 0 && !(uniforms[kept - 1] < chance)) {
             --kept;
-            const float *p_V = p + kept * V, *q_V = q + kept * V, scale = w[kept];
-            for (int64_t i = 0; i < V; i += LANES) {
-                const Vec rest = scale * some(p_V + i, V - i) - some(q_V + i, V - i);
-                store(left + i, maximum(rest, Vec{}));
-            }
+            const float *p_V = p + kept * V, *q_V = q + kept * V, w_i = w[kept];
+            for (int64_t i = 0; i < V; i += LANES)
+                store(left + i, maximum(w_i * some(p_V + i, V - i) - some(q_V + i, V - i), Vec{}));
             mass = mass_from(left, padded, 0.0f).sum;
             chance = w[kept] < 1 ? mass / (mass + 1 - w[kept]) : w[kept];
         }

@@ -22,9 +22,10 @@ from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.serve import app
 from minitri.apps.serve.access import Access
+from minitri.apps.serve.lossy_log import LossyHandler
 from minitri.apps.serve.serving import SHARE, choose_rows, main, open_worker
 from minitri.core import memory
-from minitri.core.log import LossyHandler, log
+from minitri.core.log import log
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
 from tests.conftest import refused, resident_bytes, write_hf_folder

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from minitri.core.decoding.verification import Guesses
+from minitri.core.decoding.verification import Guesses, verify_block
 from minitri.core.model.attention import attend_math
 from minitri.core.model.linear import Linear
 from minitri.core.settings import LONGEST_BLOCK
@@ -247,8 +247,8 @@ def wrong_calls():
     numbers, tokens, counts = torch.zeros(1, 3).double(), torch.tensor([[1, 1]]), torch.tensor([2])
     p, q = random(1, 3, 50), random(1, 2, 50)
     for guesses in ((tokens, q[..., :49], counts), (tokens, q, counts + 1), (tokens, p, counts)):
-        yield kernels.verify, p, numbers, Guesses(*guesses), {"is_block": True}
-    yield kernels.verify, p, numbers.float(), Guesses(tokens, q, counts), {"is_block": True}
+        yield kernels.verify, p, numbers, Guesses(*guesses), {"rule": verify_block}
+    yield kernels.verify, p, numbers.float(), Guesses(tokens, q, counts), {"rule": verify_block}
 
 
 def test_what_would_be_read_or_written_elsewhere_is_refused():
