@@ -15,7 +15,7 @@ from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SpeculationConfig
-from minitri.devices.cpu import products
+from minitri.devices.cpu import pytorch
 from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
 from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.devices.cpu.tiles import Tiles
@@ -174,9 +174,9 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
 
     linear = F.linear
     monkeypatch.setattr(Kernels, "has_products", lambda *_: False)
-    request.addfinalizer(products.product_tile.cache_clear)
-    products.product_tile.cache_clear()
+    request.addfinalizer(pytorch.product_tile.cache_clear)
+    pytorch.product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, functools.partial(multiply, getattr(owner, name)))
     read_in_chunks(replace(LONG, attention_bias=bias), is_quantized=bias)
-    assert products.product_tile(torch.float32, 64, 32, 1) == products.TILE
+    assert pytorch.product_tile(torch.float32, 64, 32, 1) == pytorch.TILE
