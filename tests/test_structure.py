@@ -15,13 +15,13 @@ import minitri
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {
-    "core": (5_795, {"core"}),
+    "core": (5_780, {"core"}),
     "devices": (2_290, {"core", "devices"}),
-    "text": (870, {"core", "text"}),
-    "files": (1_785, {"core", "devices", "text", "files"}),
-    "trees": (335, {"core", "trees"}),
-    "": (770, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_155, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "text": (855, {"core", "text"}),
+    "files": (1_770, {"core", "devices", "text", "files"}),
+    "trees": (330, {"core", "trees"}),
+    "": (755, {"core", "devices", "text", "files", "trees", ""}),
+    "apps": (4_140, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
 goal for all is 110,000 tokens."""
@@ -117,8 +117,8 @@ def test_all_of_it_is_short_enough_to_read():
         for node in nodes_of(file, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
-    assert lines.total() <= 16_000
-    assert sum(map(num_tokens, FILES)) <= 113_700
+    assert lines.total() <= 15_920
+    assert sum(map(num_tokens, FILES)) <= 113_400
     assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_060
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
     assert sum(map(num_lines, (ROOT / "tests").rglob("*.py"))) <= 14_500

@@ -171,19 +171,8 @@ def test_tokenizer_model_reads_as_in_transformers(kind, legacy, models, tmp_path
 
 
 WORDS = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default", "tekken", "gpt-4o")
-K = "tokenizer.ggml."
-KEYS = {
-    "usual": {},
-    "no BOS": {K + "add_bos_token": False},
-    "BOS": {K + "add_bos_token": True},
-    "silent": {K + "add_bos_token": None},
-    "without ids": {K + "bos_token_id": None, K + "eos_token_id": None, K + "add_bos_token": False},
-    "no ids": {K + "bos_token_id": 2**32 - 1, K + "eos_token_id": 2**32 - 1},
-    "ends": {K + "eot_token_id": 3, K + "eom_token_id": 5},
-    "no space": {K + "add_space_prefix": False},
-    "without pre": {K + "pre": None},
-    "without types": {K + "token_type": None},
-}
+KEYS = json.loads(Path(__file__).with_name("gguf_keys.json").read_text("utf-8"))
+"""Changes of keys of a GGUF file's tokenizer."""
 
 
 def llama_cpp_server(path: Path, num_tokens: int = 256) -> Callable[..., dict]:
@@ -303,7 +292,7 @@ def test_a_way_to_cut_words_that_is_unknown_or_not_told_is_named(tmp_path, caplo
     path = write_gguf(tmp_path / "unknown.gguf", CONFIG, words, pre="words-of-2030")
     with refused("'words-of-2030'", "tokenizer.ggml.pre", "llama-bpe"):
         GgufFile(path).tokenizer()
-    path = write_gguf(tmp_path / "silent.gguf", CONFIG, words, changes={K + "pre": None})
+    path = write_gguf(tmp_path / "silent.gguf", CONFIG, words, changes={"tokenizer.ggml.pre": None})
     with caplog.at_level(logging.WARNING):
         GgufFile(path).tokenizer()
     assert "tokenizer.ggml.pre" in caplog.text

@@ -145,19 +145,11 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path, name):
         load(copy / name if name == "x.gguf" else copy)
 
 
-METADATA = """
-llama.attention.sliding_window  "x"  sliding_window is 'x'
-llama.attn_logit_softcapping  50  attn_logit_softcapping=50
-llama.rope.dimension_count  8  rotary_dim=8
-general.architecture  null  a None model
-tokenizer.ggml.eot_token_id  "x"  eos_token_ids
-rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1]  RoPE frequency_divisors
-rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1, NaN]  RoPE frequency_divisors
-"""
+METADATA = Path(__file__).with_name("wrong_metadata.txt").read_text("utf-8")
 """A key of a GGUF file, or a tensor; its value; what the error names."""
 
 
-@pytest.mark.parametrize("line", METADATA.strip().splitlines())
+@pytest.mark.parametrize("line", METADATA.splitlines())
 def test_metadata_that_cannot_run_is_never_replaced(folder, tmp_path, line):
     key, text, word = line.split("  ")
     value = json.loads(text)

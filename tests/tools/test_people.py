@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import Counter
+from pathlib import Path
 
 import gguf
 
@@ -13,20 +14,7 @@ from minitri.files.named_models import MODELS, NamedModel
 from tools.bench import __main__ as bench
 from tools.bench import random_gguf
 
-STAND_IN = """
-import time
-__version__ = "1.2.3"
-class Llama:
-    def __init__(self, weights, n_ctx, n_batch=1, **options):
-        print("a library that talks")
-        if n_batch == 8:
-            raise ValueError("too much")
-    def generate(self, prompt, **sampling):
-        assert sampling["temp"] == 0
-        while True:
-            time.sleep(0.01)
-            yield len(prompt)
-"""
+STAND_IN = Path(__file__).with_name("stand_in.txt").read_text("utf-8")
 FLAGS = "people --model tiny --prompt-tokens 5 --context 12 --new-tokens 4 --threads 1 -q --json"
 ENGINES = ("minitri", "llama.cpp", "openvino", "llama.cpp n_batch=8")
 SIZES = {"context_length": 256, "vocab_size": 300, "num_heads": 2, "num_kv_heads": 1}

@@ -47,18 +47,7 @@ def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
 
 HEAVY = {"argparse", "json", "logging", "typing", "dataclasses", "threading", "torch", "numpy"}
 """Modules that take milliseconds at least, so Ctrl-C is guarded before their import."""
-MANY = """
-import contextlib, io, sys
-from minitri.__main__ import main
-for line in sys.argv[1:]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(line.split())
-        except SystemExit as end:
-            code = end.code or 0
-    print((out.getvalue(), code, err.getvalue().count("\\n"), {*sys.modules}))
-"""
+MANY = Path(__file__).with_name("many_lines.txt").read_text("utf-8")
 
 
 def run_many(*lines: str, flag: str = "-c") -> list[tuple[str, int, int, set[str]]]:

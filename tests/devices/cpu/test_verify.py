@@ -83,17 +83,3 @@ def test_numbers_that_are_not_finite_end_their_row_alone(kernels, rule, bad):
             p_BNV[2, 2:], proposal.probs_BNV[2, 1:] = bad, bad
             first, second, third = check(kernels, rule, *given)
             assert (first, second) == ([], []) != third
-
-
-@every_rule
-def test_a_row_has_the_same_verdict_whatever_stands_next_to_it(kernels, rule):
-    """Threads are one to three."""
-    proposal, p_BNV, uniforms_BN = case([5] * 8, 4001, seed=3)
-    together = check(kernels, rule, proposal, p_BNV, uniforms_BN)
-    for threads in (1, 3, 2):
-        kernels.num_threads = threads
-        assert check(kernels, rule, proposal, p_BNV, uniforms_BN) == together
-    for b, tokens in enumerate(together):
-        row = slice(b, b + 1)
-        alone = Proposal.of(proposal.tokens[row], proposal.probs_BNV[row], "draft")
-        assert check(kernels, rule, alone, p_BNV[row], uniforms_BN[row]) == [tokens]
