@@ -1,17 +1,17 @@
 """The session pool: keeps shapes and graphs for the next run, and texts it may begin with."""
 
 import gc
-import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core import memory
 from tests.conftest import texts_of, tiny_engine
-from tests.core.rigs import random_prompt
-from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu
+from tests.core.rigs import GREEDY, random_prompt
+from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 COLD = SamplingParams(0.5, 30, top_p=0.8, min_p=0.1)
@@ -29,6 +29,9 @@ def pools(lengths_on_the_device, monkeypatch):
     def allocate_on_gpu(models, shape, **how):
         made.append(CpuPool())
         graphs = made[-1] if shape.generation.cuda_graphs else None
+        if shape.generation.offload and not how["full"]:
+            size = (shape.num_rows, shape.capacity)
+            how["full"] = offloaded(shape.generation.on_chip, *size, config=models.target.config)
         return allocate(models, shape, graphs=graphs, **how)
 
     monkeypatch.setattr(memory, "allocate", allocate_on_gpu)
@@ -78,20 +81,29 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
     assert got == say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
 
 
-@pytest.mark.parametrize("other", [COLD, SamplingParams(0.9, top_p=0.7), SamplingParams(1.0, 5)])
-def test_rows_of_any_filters_decode_at_once_and_say_what_they_say_alone(other, pools):
-    """Captured passes serve all temperatures, 0 too; filters of other kinds act outside."""
-    how = {"speculation": TRIFORCE}
-    engine = gpu_engine()
-    requests = [
-        Request(random_prompt(engine.config, 30), 7, params, max_new_tokens=12, ignore_eos=True)
-        for params in (WARM, other, SamplingParams())
-    ]
+@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
+def test_rows_of_any_filters_that_come_and_go_say_what_they_say_alone(placement, pools):
+    """As a server's: five requests for two rows of an open run, with open gammas; one is cancelled.
+    Captured passes serve all temperatures; penalties and other kinds of filters act outside."""
+    engine, lengths = gpu_engine(), partial(GenerationConfig, ignore_eos=True)
+    kinds = (WARM, SamplingParams(1.0, 5), replace(COLD, presence_penalty=1), GREEDY, COLD)
+    prompts = [random_prompt(engine.config, 20 + 9 * i) for i in range(5)]
+    requests = [Request(prompts[i], i, kinds[i], lengths(8 + 4 * i)) for i in range(5)]
+    how = {"speculation": SpeculationConfig(coupled=True, **SETTINGS)}
     alone = [texts_of(engine.stream([request], **how))[0] for request in requests]
-    events = [*engine.stream(requests, **how)]
-    rows = [event.row for event in events if isinstance(event, Token)]
-    assert texts_of(events) == alone
-    assert len([*itertools.groupby(rows)]) > 3
+    settings = {"sampling": WARM, "generation": GenerationConfig(reserve=200, **placement)}
+    texts = [[] for _ in alone]
+    with engine.open(batch_size=2, **settings, **how) as run:
+        for number, event in enumerate(run):
+            if number % 3 == 0 and requests:
+                run.submit(requests.pop(0))
+            if isinstance(event, Token):
+                texts[event.row].append(event.token_id)
+                if event.row == 1:
+                    run.cancel(1)
+            if [*map(len, texts)] == [8, 1, 16, 20, 24]:
+                break
+    assert [tuple(text) for text in texts] == [alone[0], alone[1][:1], *alone[2:]]
 
 
 def begin(engine, lengths, num_events: int):
