@@ -2,6 +2,8 @@
 length matters."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,20 +24,8 @@ from tests.core.rigs import (
 CONFIG = tiny_config()
 TARGET = tiny_model(CONFIG)
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
-STACKS = [
-    ("autoregressive", None, "retrieval"),
-    ("naive", None, "retrieval"),
-    ("naive", 0.02, "retrieval"),
-    ("retrieval", None, "received"),
-    ("triforce", 0.02, "retrieval"),
-    ("triforce", 0.02, "received"),
-    ("triforce", 0.0, "retrieval"),
-    ("naive tree 3x2", 0.02, "retrieval"),
-    ("naive tree 7", 0.02, "retrieval"),
-    ("retrieval tree 5", None, "retrieval"),
-    ("triforce tree 6", 0.02, "retrieval"),
-]
-"""Methods, perhaps with a tree; how much noise makes the drafter differ from the target, None being
+STACKS = Path(__file__).with_name("stacks.txt").read_text("utf-8").splitlines()
+"""Methods, perhaps with a tree; how much noise makes the drafter differ from the target, null being
 the n-gram drafter; and policies."""
 SMALL = {"budget": 16, "chunk_size": 4, "num_sink_tokens": 2, "num_recent_tokens": 6}
 SMALL |= {"gamma1": 2, "gamma2": 4, "rebuild_stride": 9}
@@ -75,15 +65,15 @@ def check_caches(rig: Rig, *, has_begun: bool) -> None:
                 assert torch.allclose(ours_LKSD, theirs_LKSD, atol=1e-5)
 
 
-@pytest.mark.parametrize("stack", STACKS, ids=[" ".join(map(str, stack)) for stack in STACKS])
+@pytest.mark.parametrize("stack", STACKS)
 def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack, monkeypatch):
     """The same tokens, and the same guesses on the way, with NaN in all other slots from the start,
     after every step, and whenever a level has taken guesses back within one."""
-    name, noise, policy = stack
+    name, noise, policy = stack.split("  ")
     method, _, tree = name.partition(" tree ")
     sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
     how = {"method": method, "tree": tree, "sampling": sampling, "num_new": 14, **SMALL}
-    how["draft"] = draft_of(noise)
+    how["draft"] = draft_of(json.loads(noise))
     clean, poisoned = (Rig(TARGET, PROMPTS, policy=policy_of(policy), **how) for _ in range(2))
     num_steps, num_crops, crop = 0, 0, Level.crop
 
