@@ -86,9 +86,9 @@ class Stack:
 
     def admit(self, b: int, state: RequestState) -> Iterator[int]:
         """Gives the empty row b of the batch to a request; returns an iterator to read its prompt.
-        After every chunk it yields how many of the prompt's tokens are in the cache, at last their
-        number: the last one is left to `start`, which may be called then. Between chunks other
-        rows may decode, except where a cache in host memory is filled layer by layer."""
+        After every chunk it yields how many of the prompt's tokens are in the cache; at last the
+        number of all, though `start` reads the last one. Between chunks other rows may decode,
+        except where a cache in host memory is filled layer by layer."""
         memory = self.memory
         request = state.request
         text_filters = state.make_filters()

@@ -50,7 +50,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def locate_config(model: str) -> Located:
-    """Finds a path, or config.json of a named model or hub repository. Raises `InputError`."""
+    """A path, or config.json alone of a named or hub model, fetched. Raises `InputError`."""
     return on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
 
 

@@ -79,7 +79,7 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy with more documents, by name; of equal names the new one counts.
+        """A copy of the conversation with these documents added; a known name is replaced.
         Flags may cut the longest to one length. Raises `InputError` if there is no room."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():

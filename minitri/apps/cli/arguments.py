@@ -41,7 +41,7 @@ NEEDS: dict[str, list[str]] = TABLE["needs"]
 
 
 class Help(argparse._HelpAction):
-    """Flag that shows all flags as --help-all, else those that most people need.
+    """The help flag: as --help-all it shows all flags, else those that most people need.
     Each has its default in its help, if that is a number or a word."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:

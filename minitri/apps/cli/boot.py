@@ -84,8 +84,8 @@ def start_run(
     with engine.stream(
         requests,
         batch_size=args.batch_size,
-        generation=taken(GenerationConfig, args),  # the run takes its own settings only
-        speculation=speculation_of(args, hottest),  # timed only if greedy or without --seed
+        generation=taken(GenerationConfig, args),  # all but each Request's own
+        speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
         if held := engine.held_tokens:  # those of --load-kv: a run has all others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)

@@ -46,6 +46,6 @@ class Access:
 
     @property
     def is_for_one(self) -> bool:
-        """Whether all requests count as one client's: by one key, or all from this machine."""
+        """Whether all requests are one client's: one key, or no key and only this machine."""
         is_local = self.host == "localhost" or self.host.startswith("127.")
         return len(self.digests) == 1 if self.digests else is_local

@@ -115,7 +115,7 @@ class RetrievalCache(Cache):
         """Updates row b by T tokens that the target read and kept; returns whether it was rebuilt.
         The queries are the rotated ones of these tokens; `take_committed` copies their K and V."""
         row = self.rows[b]
-        self.crop_row(b, row.num_committed)  # drops the block that was guessed
+        self.crop_row(b, row.num_committed)  # drops all guesses, the accepted ones too
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_selected and self._is_due(row, known):
             row.is_selected = True
@@ -157,7 +157,7 @@ class RetrievalCache(Cache):
         """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        is_used = row.num_committed > row.built_at  # a step has guessed with it since its build
+        is_used = row.num_committed > row.built_at  # never built, or used since its build
         is_needed = self.is_wanted and is_used and num_tokens > row.budget
         return is_needed and (is_old or is_worn)
 

@@ -85,7 +85,7 @@ class Window:
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
     ) -> Tensor:
-        """Attention within the windows, which ignores the arguments for lengths and mask."""
+        """Attention of each query to its sliding window, with its own lengths and mask."""
         T, H = q_BTHD.shape[1:3]
         K = keys_BKSD.shape[1]
 

@@ -185,7 +185,7 @@ def test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype):
 @pytest.mark.slow
 def test_a_kernel_without_memory_or_threads_is_an_error_and_the_next_call_works(tmp_path):
     """A number in their library makes kernels fail once: 1 a thread, 2 or 3 a task."""
-    first, task = "#include <condition_variable>", "(*current)(i);"
+    first, task = "#include <condition_variable>", "(*current)(num_tasks - left);"
     throw = "if (int now = {}; failing.compare_exchange_strong(now, 0)) throw {};".format
     no_thread = throw(1, "std::system_error(EAGAIN, std::generic_category())")
     no_memory = throw(2, "std::bad_alloc()") + throw(3, 1)
