@@ -154,7 +154,7 @@ TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", 
 
 
 def parse_tree(tree: str) -> tuple[int, int]:
-    """Width and depth of the tree "4x3"; for a Sequoia tree such as "16" its nodes, and 0."""
+    """Width and depth of a tree such as "4x3"; nodes of a Sequoia tree such as "16", and 0."""
     width, _, depth = tree.partition("x")
     return int(width or 0), int(depth or 0)
 
@@ -267,12 +267,12 @@ class SpeculationConfig:
     @cached_property
     def max_block(self) -> int:
         """Most tokens per row in a pass of the target: the text's last one, and all guesses.
-        These are gamma2 - 1, and those of the round that fills gamma2, with its level's token."""
+        At most gamma2 - 1 of earlier rounds, then gamma1 (or a tree) and a token of the last."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property
     def room(self) -> int:
-        """Slots that a small KV cache frees before a step: for unread tokens, and for guesses."""
+        """Slots of a small KV cache beyond window or budget, for unread tokens and guesses."""
         return 2 * self.max_block
 
     @property

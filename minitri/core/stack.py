@@ -114,7 +114,7 @@ class Stack:
         if state.request.score_prompt:
             most = 0
         elif cache:
-            # Tokens whose queries choose what the retrieval cache holds, or all (None), are read.
+            # The last ones (None: all) are read even if held: their queries choose the chunks.
             most -= cache.max_prompt_queries or most
         num_held = memory.prefix.take(b, self.sequences, max(0, most))
         state.stats.num_cached_tokens = num_held

@@ -34,7 +34,7 @@ def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    # Checks tokens and grammar before any work; those of the text are made at its admission.
+    # Checks tokens and grammar before any work; the text's filters are made at its admission.
     text_filters(request.sampling, [], tokenizer, model.config)
     return RequestState(
         number,

@@ -183,7 +183,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) accepts x_1 .. x_i for the largest i with
     u_i < h_i = S_i / (S_i + 1 - w_i), h_n = w_n. w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1) is the
     probability to keep x_1 .. x_i, S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
-    recovered token comes. So the next token follows p_{i+1}."""
+    recovered token comes. They prove it exact."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:  # as for the first token of a text: no row has a guess

@@ -114,7 +114,7 @@ class GgufFile:
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def _numbers(self, name: str) -> tuple[float, ...] | None:
-        """Numbers of a vector in the file, or None if there is none. Raises all kinds of errors."""
+        """Numbers of a vector in the file, or None; a damaged file may raise any error."""
         stored = self._tensors.get(name)
         return tuple(dequantize(stored, None).tolist()) if stored else None
 
