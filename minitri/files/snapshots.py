@@ -84,6 +84,8 @@ def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
                 got = shorten(facts.get(fact), 40)
                 raise ValueError(f"its {fact} is {got}, {name} has {shorten(value, 40)}")
         num_tokens = header["tokens"]["shape"][0]
+        if text != header_of(model, num_tokens, facts.get("note", "")):
+            raise ValueError("it is damaged")
         data = np.fromfile(file, "u1")  # not mapped: the file may change, or be deleted
         tokens, kv, total = np.split(data, [4 * num_tokens, -8])
         if crc32(data[:-8].data, crc32(text)) != total.view("<u8").item():

@@ -4,6 +4,7 @@ leaves the old file or a new one."""
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -11,6 +12,7 @@ import shutil
 import signal
 import stat
 import sys
+import zlib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -103,6 +105,24 @@ def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt
     with refused("KV snapshot"):
         engine.load_kv(path)
     assert say(engine, prompt) == (text, 0)
+
+
+def test_shapes_that_are_not_the_models_are_refused_though_the_checksum_is_right(saved, engine):
+    """Else a text would read slots or layers that nobody has written."""
+    path, _ = saved
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little") + 8
+    shape = json.loads(data[8:size])["kv"]["shape"]
+    for axis in range(5):
+        header = json.loads(data[8:size])
+        header["kv"]["shape"] = [*shape[:axis], 1, *shape[axis + 1 :]]
+        text = json.dumps(header).encode()
+        tokens = data[size : size + 4 * shape[3]]
+        body = tokens + bytes(math.prod(header["kv"]["shape"]) * engine.model.dtype.itemsize)
+        total = zlib.crc32(body, zlib.crc32(text)).to_bytes(8, "little")
+        path.write_bytes(len(text).to_bytes(8, "little") + text + body + total)
+        with refused("KV snapshot"):
+            engine.load_kv(path)
 
 
 def test_a_large_file_of_another_kind_is_not_read(engine, tmp_path):
