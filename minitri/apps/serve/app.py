@@ -92,9 +92,11 @@ async def read_body(request: Request, media_type: str, limit: int) -> bytes:
     """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
     Programs may leave the type out. What a page sends has an Origin or Sec-Fetch-Site: of these
     types pages of other sites can send nothing unasked."""
-    is_so_typed = request.headers.get("content-type", "").lower().startswith(media_type)
-    if {"origin", "sec-fetch-site"} & {*request.headers} and not is_so_typed:
-        raise ApiError(415, "unsupported_media_type", f"send the body as {media_type}")
+    sent = request.headers.get("content-type", "").lower()
+    from_page = {"origin", "sec-fetch-site"} & {*request.headers}
+    if sent.startswith("multipart/") or (from_page and not sent.startswith(media_type)):
+        advice = f"send it alone, not in a form, as {media_type} (curl --data-binary @FILE)"
+        raise ApiError(415, "unsupported_media_type", f"the body is {shorten(sent, 40)}; {advice}")
     body = bytearray()
     try:
         async with asyncio.timeout(SECONDS):

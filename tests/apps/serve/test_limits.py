@@ -197,10 +197,11 @@ def test_files_are_read_as_the_chat_reads_them(server, engine):
         answer = {"text": text, "format": encoding, "num_tokens": num_tokens}
         assert post_file(server, content).json() == answer
     refused = [post_file(server, b"a\0b"), post_file(server, b"a", origin="https://a.example")]
+    refused += [post_file(server, b"--x", **{"content-type": "multipart/form-data; boundary=x"})]
     refused.append(post_file(server, b" " * (MAX_BYTES + 1)))
     with server.limited(**API_KEYS):
         refused.append(post_file(server, b"a"))
-    assert [answer.status_code for answer in refused] == [400, 415, 413, 401]
+    assert [answer.status_code for answer in refused] == [400, 415, 415, 413, 401]
     assert "cannot be read" in refused[0].json()["error"]["message"]
 
 
