@@ -59,7 +59,7 @@ class Demand:
         return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
 
     def with_default_copy(self, device_bytes: float) -> "Demand":
-        """With the 4-bit copy of weights that guesses by default on GPUs of this memory, if any."""
+        """The demand with the 4-bit copy of weights that a GPU of `device_bytes` uses, if any."""
         num_free = device_bytes - self.num_weight_bytes
         return replace(self, copy_bits=default_copy_bits(self.config, num_free))
 
@@ -74,7 +74,7 @@ class Demand:
         proposing = copy_bytes(config, self.copy_bits)
         if self.drafter:
             proposing += num_weights(self.drafter) * self.itemsize
-        # Layer-major prefill keeps the hidden states of the whole prompt.
+        # Prefill layer by layer keeps the hidden states of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": self.weight_bytes or num_weights(config) * self.itemsize,

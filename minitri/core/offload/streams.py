@@ -81,7 +81,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Lends uninitialised memory until `borrower` is freed: the kept block if large enough."""
+        """Lends uninitialised memory until `borrower` is freed: the last freed, if large enough."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
