@@ -43,8 +43,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
-    """The dtype `name`. auto: on a CPU bfloat16 if oneDNN has it or `is_in_bfloat16`, else float32;
-    on a GPU bfloat16, or float16 if it is old. `is_in_bfloat16`: kernels read weights stored so."""
+    """The dtype `name`. auto: on a GPU bfloat16, before compute capability 8.0 float16; on a CPU
+    bfloat16 if oneDNN has it or kernels read weights stored so (`is_in_bfloat16`), else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from torch import nn
 
 from minitri.core.model.llama import Llama
 
-Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]  # make replacements, by type
+Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]  # of replacements, by exact type
 
 
 def replace_modules(module: nn.Module, factories: Factories) -> Any:

@@ -23,7 +23,7 @@ class Archive:
 
     @property
     def earlier(self) -> Path | None:
-        """The file that was changed last, apart from the current one and those just read."""
+        """The file changed last, except the current one and those read; None if there is none."""
         files = {*self.folder.glob("*.json")} - {self._file, *self._read}
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 

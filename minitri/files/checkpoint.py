@@ -116,7 +116,7 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of an opened model. Raises `InputError` if it is missing or does not fit."""
+    """The tokenizer of a checkpoint. Raises `InputError` if it is missing or does not fit."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
         pipeline = checkpoint.tokenizer()
         settings = without_null(checkpoint.tokenizer_config)

@@ -50,7 +50,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def locate_config(model: str) -> Located:
-    """A path, or config.json alone of a named or hub model, fetched. Raises `InputError`."""
+    """Finds a model on this disk, or fetches its config.json alone. Raises `InputError`."""
     return on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
 
 
@@ -85,7 +85,7 @@ def local_path(name: str) -> Path | None:
 
 
 def default_draft(model: str) -> str:
-    """Name or folder of the default drafter of a named model; `suffix` if it has none here."""
+    """Name or folder of a named model's default drafter; `suffix` if there is none to be had."""
     draft = MODELS[model].draft if model in MODELS else ""
     return draft if draft in MODELS or local_path(draft) else "suffix"
 

@@ -62,7 +62,7 @@ def read_config(settings: Settings, name: str) -> ModelConfig:
 
 
 def without_null(settings: Settings) -> dict[str, Any]:
-    """The settings of a file or request without those that mean nothing: null, or no token."""
+    """The settings of a file or request without those that are null, or ids meaning no token."""
     none = [key for key in settings if key.endswith("_token_id") and settings[key] in _NO_TOKEN]
     return {key: value for key, value in settings.items() if value is not None and key not in none}
 

@@ -51,7 +51,7 @@ class Folder:
         for name in ("chat_template", "additional_chat_templates/tool_use"):
             if is_there(template := self.path / f"{name}.jinja"):
                 settings[Path(name).name] = template.read_text("utf-8")
-        if settings.get("added_tokens_decoder") is None:  # older versions of transformers
+        if settings.get("added_tokens_decoder") is None:  # written by older transformers
             settings |= read_json(self.path / "special_tokens_map.json")
             added = read_json(self.path / "added_tokens.json")
             settings["added_tokens_decoder"] = {id: text for text, id in added.items()}

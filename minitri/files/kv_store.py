@@ -121,7 +121,7 @@ class KVStore:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Context that logs an error, if it is another one than before, and does not raise it."""
+        """Context that logs errors, repeated ones once, missing files never, and raises none."""
         try:
             yield
         except FileNotFoundError:

@@ -18,7 +18,7 @@ _ROWS = Path(__file__).with_name("words.txt").read_text("utf-8").splitlines()
 _CUTS = {name: row.split("\t")[1:] for row in _ROWS for name in row.split("\t")[0].split()}
 """Patterns that cut a text into words before BPE, one after another, by `tokenizer.ggml.pre`."""
 WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Values of `tokenizer.ggml.pre` with BOS in front; a word that is a token then stays whole."""
+"""Values of `tokenizer.ggml.pre` that put BOS in front, and keep a word that is a token whole."""
 
 
 def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:

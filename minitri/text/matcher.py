@@ -77,7 +77,7 @@ class GrammarMatcher:
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
+    """A new matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
     compile_kept = compile_short if len(grammar.text) < SHORT else compile_long
     start = grammar.start or compile_kept(grammar, lexicon_of(tokenizer, config))
     return start.deep_copy()
@@ -160,7 +160,7 @@ def probe(source: str) -> str:
 
 
 def error_of(error: str) -> str:
-    """An error of llguidance in one line."""
+    """Shortens an error message of llguidance to one line that a user can read."""
     text = re.split(r"\n *1 \||\n<state>", error)[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
     text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)

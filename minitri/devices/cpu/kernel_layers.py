@@ -37,7 +37,7 @@ from minitri.devices.cpu.pytorch import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
-Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # quantized matrices by name and shape
+Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # formats of matrices, by name and shape
 
 
 class KernelLinear(Linear):

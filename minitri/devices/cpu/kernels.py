@@ -278,7 +278,7 @@ def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
 
 
 def memory_of(slots: Slots) -> Tensor:
-    """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
+    """The tensor that stores `slots`: the units of `Tiles`, or a plain tensor itself."""
     return slots.units if isinstance(slots, Tiles) else slots
 
 

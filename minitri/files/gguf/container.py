@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
     pages: mmap.mmap | None = None  # the mapped file
 
     def release(self) -> None:
-        """Frees the memory of the file's pages read so far, which can be read again."""
+        """Frees the memory of all pages of the mapped file; a later access reads them again."""
         if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 

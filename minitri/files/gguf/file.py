@@ -175,7 +175,7 @@ def repack(
 
 
 def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
-    """Dequantizes a tensor to float32, faster with kernels. Raises any error for other types."""
+    """Dequantizes a tensor to float32, faster with kernels. Raises any error for integers."""
     import gguf
 
     form = FORMS.get(stored.type.name)
