@@ -13,8 +13,8 @@ KINDS = {"pointers": ctypes.c_void_p, "integers": ctypes.c_int64, "doubles": cty
 
 
 def layout(**names: str) -> list[tuple[str, Any]]:
-    """Entries for ctypes' `_fields_`, by the names of the fields of each kind.
-    Kinds, in the order given, are pointers, integers and doubles."""
+    """Entries for ctypes' `_fields_`: a keyword is a kind of `KINDS`, its text has fields' names.
+    The fields get the order in which they are given, that of the C++ struct."""
     return [(name, KINDS[kind]) for kind, text in names.items() for name in text.split()]
 
 
@@ -28,7 +28,7 @@ class Struct(ctypes.Structure):
             super().__setattr__(f"_{name}", value)  # keeps tensors alive, also those of a struct
         super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
-    fill = ctypes.Structure.__init__  # sets some fields, and leaves the others
+    fill = ctypes.Structure.__init__  # sets the fields given as keywords, leaves the others
 
 
 class AttentionArguments(Struct):
@@ -41,7 +41,7 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for a linear layer over few rows or many, or its norm alone."""
+    """Arguments of the C++ kernels for a linear layer over few or many rows, and for RMSNorm."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
@@ -51,7 +51,7 @@ class LinearArguments(Struct):
 
 
 class ConvertArguments(Struct):
-    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack those of a file."""
+    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack a GGUF file's."""
 
     _fields_ = layout(pointers="weights rows out", integers="N E row_bytes")
 
@@ -71,7 +71,7 @@ class FilterArguments(Struct):
 
 
 class VerifyArguments(Struct):
-    """Arguments of the C++ kernel for the rules of verification."""
+    """Arguments of the C++ kernel for the rules `verify` and `verify_block`, which test guesses."""
 
     _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
 

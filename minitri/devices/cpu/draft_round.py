@@ -1,6 +1,6 @@
 """Drafts several tokens with a draft model in one call of the compiled CPU kernels.
 
-A round samples N tokens, one after the other, with the bits of single passes.
+A round samples N tokens of each row in turn, with the bits that a pass for each would give.
 
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
@@ -24,7 +24,7 @@ class DraftRound:
     """A draft model on compiled kernels that guesses whole rounds: see `model.execution.Round`."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """Drafts with `model`; `lender`, another model or itself, has its embedding table."""
+        """Drafts with `model`; `lender`, the target or `model` itself, has its embedding table."""
         assert isinstance(model.layers, KernelLayers)
         self._layers = model.layers
         # Not the model itself, which has this round: a cycle would keep the weights in memory.
@@ -47,7 +47,7 @@ class DraftRound:
         sampling: Sequence[SamplingParams],
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """One round: N guesses (B, N) and distributions (B, N, V), see `model.execution.Round`."""
+        """Reads each row's tokens, `blocks`; returns N guesses (B, N) and q (B, N, vocab_size)."""
         B, N = uniforms_BN.shape
         num_read = [*map(len, blocks)]
         T = max(num_read)

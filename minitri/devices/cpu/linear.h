@@ -357,7 +357,7 @@ template <class T> void product(const LinearArguments& a) {
     });
 }
 
-// The same in parts of rows. Quantized weights meet few and many rows in the same arithmetic.
+// The product, PRODUCT_ROWS rows at a time. With quantized weights `linear` is for many rows, too.
 template <class T> void product_of(int form, const LinearArguments& a) {
     LinearArguments some = a;
     for (int64_t r = 0; r < a.R; r += PRODUCT_ROWS) {
