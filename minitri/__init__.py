@@ -33,8 +33,8 @@ temperature=0 is greedy, the default of a Request. Without a seed one is drawn: 
 Tokens that a prompt shares with the beginning of the last text are not read again: put a document
 first and the question last. help(minitri.Engine) has more.
 
-help(minitri.load) says how to choose files and devices; MODELS has the models with names. Drafter
-and Policy are protocols for objects of your own: guesses, retrieval. Bad input raises InputError.
+help(minitri.load) says how to choose files and devices; MODELS has the named models. Drafter and
+Policy are protocols for objects of your own that guess, or retrieve. Bad input raises InputError.
 """
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with

@@ -102,11 +102,11 @@ class Engine(AbstractContextManager["Engine"]):
         `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
         or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
         greedy), `generation` and `speculation` (False turns guessing off). `json_schema`, a
-        dictionary, JSON, or a class of pydantic, stands for `grammar`. Prompt b has the seed `seed
-        + b`, or number b of a list. Without `seed` all are drawn, see `End.seed`, and the autotuner
-        uses measured times. A text depends on its own prompt and seed alone, up to rounding; but at
-        a temperature above 0, uncoupled, with method or gammas not set, prompts share the
-        autotuner's choices. Raises `InputError` before any work."""
+        dictionary, JSON, or a class of pydantic, stands for `grammar`. A number as `seed` gives
+        prompt b `seed + b`, a list one each. Without it seeds are drawn, see `End.seed`, and the
+        autotuner uses measured times. A text depends on its own prompt and seed alone, up to
+        rounding; but at a temperature above 0, uncoupled, with method or gammas not set, prompts
+        share the autotuner's choices. Raises `InputError` before any work."""
         sampling, generation, speculation = self._merge(**settings)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
@@ -184,8 +184,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         `settings` are those of `stream`, and `sampling`. A row has room for `reserve` tokens of
         prompt and output, by default 4096 or the context. On a GPU all requests run slower while
-        one has another top-k than `sampling`, or only one of them a top-p, or a min-p. A request
-        that fails ends alone, see `End.error`. Raises `InputError` if memory has no room."""
+        one differs from `sampling` in top-k, or in whether it has top-p or min-p. A request that
+        fails ends alone, see `End.error`. Raises `InputError` if memory has no room."""
         check_run(batch_size, settings)
         most = self.config.context_length
         sampling, generation, speculation = self._merge(**settings)

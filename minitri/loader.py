@@ -34,12 +34,12 @@ def load(
     in its place: see `minitri.Drafter`. `dtype` is float32, bfloat16, float16 or auto (the fastest
     here), `device` cpu, cuda, cuda:N or auto, `attention` a GPU's backend for short blocks: triton,
     flash, math or auto. `rope_scaling`, such as `yarn:4`, extends the context. `weights` of a GGUF
-    file are `native` (4 to 8 bits, on a CPU with compiled kernels), `dense` (in `dtype`) or `auto`.
-    `draft_weights` guess with the retrieval cache: a copy of the target in `int4` or, on a GPU,
-    `int8`; the target's own for `same` and `drafter`; `auto` is int4 with compiled kernels, unless
-    the target is quantized, and on a GPU with much free memory. With compiled kernels the draft
-    model is in 4 bits, except for `same`. `progress` draws bars. All processes of torchrun make the
-    same calls. Raises `InputError`."""
+    file are `native` (4 to 8 bits, on a CPU with compiled kernels), `dense` (in `dtype`) or `auto`:
+    native if possible. `draft_weights` guess with the retrieval cache: a copy of the target in
+    `int4` or, on a GPU, `int8`; the target's own for `same` and `drafter`; `auto` is int4 with
+    compiled kernels, unless the target is quantized, and on a GPU with much free memory. Compiled
+    kernels run a draft model in 4 bits, except for `same`. `progress` draws bars. All processes of
+    torchrun make the same calls. Raises `InputError`."""
     return OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
         draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,

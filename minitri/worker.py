@@ -57,7 +57,7 @@ class Worker:
     """Runs jobs in a thread of its own; jobs of one kind run at the same time, in one batch."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """Makes a worker; `open_run(kind)` opens a run for such jobs, `run` is one for None."""
+        """Makes a worker; `open_run(kind)` opens a run for such jobs, `run` is open for None."""
         self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run

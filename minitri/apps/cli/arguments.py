@@ -61,7 +61,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, program: str = "", *own: type[Any], **settings: Any) -> None:
         """Makes a parser for a `program` of help.txt, with its flags in flags.json: fields of
-        `SETTINGS` and of classes in `own`, then others. `settings` are argparse's, without it."""
+        `SETTINGS` and of classes in `own`, then others. Without one, argparse's `settings`."""
         if program:
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
             settings = {

@@ -66,7 +66,7 @@ def program(
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Context that ends the process by an exit code and one line for errors that are no bugs:
+    """Context that exits with a code and at most one line for errors that are no bugs:
     these are bad input, a missing package, Ctrl-C, and errors of the system such as a full disk."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it

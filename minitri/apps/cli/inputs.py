@@ -62,8 +62,8 @@ def encode(
     num_new: int | None = None,
     usual_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt. Raises `InputError` if not `num_new` or --max-new-tokens fit after it.
-    --max-prompt-tokens, or else `usual_tokens`, cuts the end of its text, not its template's."""
+    """Token ids of a prompt that leave room for `num_new` or --max-new-tokens. Raises `InputError`.
+    The text's end, not its chat template's, is cut at --max-prompt-tokens or `usual_tokens`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):

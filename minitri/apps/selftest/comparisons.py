@@ -1,8 +1,8 @@
 """Comparisons of the self-test: one engine, one prompt, every speculative method.
 
-Texts: rounding explains a difference if both tokens' scores are at most `bound` below the best:
-twice the largest difference between logits of a token in a pass of its own and in a block, or twice
-the spacing of the dtype if larger, divided by the temperature where tokens are sampled.
+Texts: rounding explains a difference if both tokens' scores are at most `bound` below the best.
+That is twice the largest difference between a token's logits from a pass of its own and from one of
+a block, or twice the dtype's spacing if larger, divided by the temperature if that is above 0.
 
 Samples: a plain pass of the model over a finished text gives the distribution p of each token.
 Scores of the emitted tokens are compared with their expected values under p (`martingale.py`):
@@ -86,8 +86,8 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """How far the lower score of two tokens is below the best one, and how far rounding explains,
-    by a block of `width`. Scores after `text` are logits, or for T > 0 log p plus Gumbel noise."""
+    """How far the worse token of `pair` scores below the best one, and the `bound` of rounding, by
+    a block of `width`. Scores after `text` are logits, or for T > 0 log p plus Gumbel noise."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)

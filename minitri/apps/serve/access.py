@@ -32,7 +32,7 @@ class Access:
     """Reuse cached prompts of one API key for others too, who can tell it by the time."""
     max_requests_per_client: int | None = between(None, 1)
     """Texts of one client (a key, or without keys an address) that run or wait; more are refused
-    with 429. Default: half of all; all for one key, or without keys on this machine only."""
+    with 429. Default: half of all; all if there is one key, or no key and only this machine."""
 
     @functools.cached_property
     def digests(self) -> set[str]:
