@@ -25,7 +25,7 @@ from minitri.devices.cpu.build import has_kernels
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config, on_disk
 from minitri.files.named_models import MODELS
 
-ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed rates, about the paper's
+ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed acceptance rates, about the paper's
 COLUMNS = "on_chip device_GiB host_GiB fits ms_alone ms_per_token speedup plan"
 REACHED = 0.8  # assumed share of a data sheet's GB/s in practice, as 25 of 32 for PCIe 4.0 x16
 

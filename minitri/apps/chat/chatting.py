@@ -191,7 +191,7 @@ class Chat:
         """Switches to another conversation; adds this one's documents if nothing was asked yet."""
         added = () if self.talk.turns else self.talk.documents
         both = replace(talk, documents=[*talk.documents, *added])
-        flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # cut already
+        flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # documents are cut already
         try:
             talk = both.with_documents({}, self._engine.config, flags)
         except InputError:
@@ -225,7 +225,7 @@ class Chat:
             raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
-            self._archive.begin()  # the current file keeps them
+            self._archive.begin()  # a new file: the current one keeps what is forgotten
         state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
         ids = state.token_ids

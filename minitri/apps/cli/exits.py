@@ -113,7 +113,7 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
     short texts of a server take much memory. THP_MEM_ALLOC_ENABLE, if set, decides instead."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error tells it later
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # a later error says so
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:
         with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt

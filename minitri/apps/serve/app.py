@@ -54,7 +54,7 @@ from minitri.worker import NUM_TICKS, Job, Worker
 SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
-MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # 128 others
+MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # 128 other files
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
@@ -183,7 +183,7 @@ class Service:
             try:
                 if call.requests[0].sampling.grammar or (call.chat and call.chat.functions):
                     compiling = COMPILERS.submit(self.protocol.compiled, call)
-                    job.requests = [*await asyncio.wrap_future(compiling)]  # not begun if it left
+                    job.requests = [*await asyncio.wrap_future(compiling)]  # client gone: not begun
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     metrics.note(event, started, latest)
