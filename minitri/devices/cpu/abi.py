@@ -119,6 +119,6 @@ class RoundArguments(Struct):
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raises `OSError` if a struct has another size in the compiled library than here."""
     library.minitri_sizeof.restype = ctypes.c_int64
-    for struct in (*Struct.__subclasses__(), PassArguments):
+    for struct in [*Struct.__subclasses__(), *AttentionArguments.__subclasses__()]:
         if library.minitri_sizeof(struct.__name__.encode()) != ctypes.sizeof(struct):
             raise OSError(f"{struct.__name__} has another size in C++ than in devices/cpu/abi.py")
