@@ -98,7 +98,7 @@ class PassArguments(Struct):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin keys values raw_keys queries lengths mask seconds",
+        pointers="layers x cos sin keys values raw_keys queries lengths mask",
         integers="L B T W E H K D kv_layer kv_batch kv_head kv_slot queries_layer is_tiled",
         doubles="eps scale",
     )

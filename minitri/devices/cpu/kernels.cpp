@@ -11,7 +11,6 @@
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
-#include <chrono>
 #include <string_view>
 #include <system_error>
 
@@ -81,7 +80,6 @@ struct PassArguments {
     void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
     const int64_t* lengths;  // (B): prefixes
     const uint8_t* mask;     // (T, T), or null: causal
-    double* seconds;         // (2): added up for linear layers and for attention; or null
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
     int64_t is_tiled;                                             // see `AttentionArguments`
@@ -134,18 +132,10 @@ template <class Op> void pass(const PassArguments& p) {
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
     T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
     T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
-    auto timed = [&](int part, auto&& work) {
-        const auto started = std::chrono::steady_clock::now();
-        work();
-        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
-        if (p.seconds) p.seconds[part] += taken.count();
-    };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, int64_t stride, bool is_gated) {
-        timed(0, [&] {
-            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
-                                        stride, is_gated, false, p.eps, p.scale});
-        });
+        linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
+                                    is_gated, false, p.eps, p.scale});
     };
     for (int64_t i = 0; i < p.L; ++i) {
         const LayerWeights& layer = p.layers[i];
@@ -157,11 +147,9 @@ template <class Op> void pass(const PassArguments& p) {
         rotate_and_write<Op>(p, i, qkv, queries);
         const T* keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
-        timed(1, [&] {
-            attention<Op>({queries, keys, values, mixed, p.lengths, p.mask, p.B, p.T, p.H, p.K, p.D,
-                           p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
-                          true);
-        });
+        attention<Op>({queries, keys, values, mixed, p.lengths, p.mask, p.B, p.T, p.H, p.K, p.D,
+                       p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
+                      true);
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
         project(inner, nullptr, layer.down, p.x, p.x, p.E, false);
