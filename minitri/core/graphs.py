@@ -27,7 +27,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
-        self.rules = set[Any]()  # of verification, for which all has been captured
+        self.rules = set[Any]()  # verification rules whose graphs have all been captured
         self.is_capturing = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
@@ -37,8 +37,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
-        """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
-        Else captures it first if `is_capturing`. Raises `InputError` if this fails."""
+        """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
+        one if `is_capturing` (`InputError` if that fails), else calls the function as it is."""
         shapes = ((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         key = function, *constants.values(), *shapes
         function = functools.partial(function, **constants)

@@ -31,7 +31,7 @@ class Demand:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens of a row without its output: of the longest prompt, or the reserve."""
+        """Tokens of the longest prompt, or those of `GenerationConfig.reserve` if they are more."""
         return max(*self.shape.prompt_lengths, self.shape.generation.reserve)
 
     @property
@@ -59,7 +59,7 @@ class Demand:
         return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
 
     def with_default_copy(self, device_bytes: float) -> "Demand":
-        """The demand with the copy that an engine makes by default on a GPU with this memory."""
+        """With the 4-bit copy of weights that guesses by default on GPUs of this memory, if any."""
         num_free = device_bytes - self.num_weight_bytes
         return replace(self, copy_bits=default_copy_bits(self.config, num_free))
 
