@@ -16,11 +16,9 @@ with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
 PROGRAMS = {  # name of a program: its module in minitri, which has a `main`
     "generate": "generate",
     "plan": "apps.plan",
-    "bench": "apps.bench",
     "chat": "apps.chat.chatting",
     "serve": "apps.serve.serving",
     "selftest": "apps.selftest.selftesting",
-    "audit": "apps.audit.auditing",
     "score": "apps.cli.scoring",
 }
 

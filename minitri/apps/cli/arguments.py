@@ -80,8 +80,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_flags("quiet", "verbose")
         for title, names in TABLE["programs"][program].items():
             group = self.add_flags(*names, title=title)
-            for flags, options in TABLE["arguments"].get(title or program, {}).items():
-                group.add_argument(*flags.split(), **arguments_of(options))
+            for flag, options in TABLE["arguments"].get(title or program, {}).items():
+                group.add_argument(flag, **arguments_of(options))
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:

@@ -98,7 +98,7 @@ class PassArguments(AttentionArguments):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin raw_keys queries seconds",
+        pointers="layers x cos sin raw_keys queries",
         integers="L W E kv_layer queries_layer",
         doubles="eps scale",
     )

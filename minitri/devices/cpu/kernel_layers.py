@@ -167,7 +167,7 @@ class KernelLayers(Layers):
         H, held_K, _ = first.self_attn.heads
         sizes = (len(self), held_K, first.mlp.gate_up_proj.in_features)
         require(sizes == (L, K, E), x_BTE.is_contiguous(), tensors=(x_BTE,))
-        arguments = PassArguments(x=x_BTE, seconds=self.kernels.seconds, L=L, E=E, H=H)
+        arguments = PassArguments(x=x_BTE, L=L, E=E, H=H)
         arguments.fill(layers=ctypes.addressof(self._weights), scale=first.residual_scale)
         arguments.fill(eps=first.input_layernorm.eps, kv_layer=cache.keys.stride()[0])
         slots = [cache.keys, cache.values]

@@ -11,7 +11,6 @@
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
-#include <chrono>
 #include <string_view>
 #include <system_error>
 
@@ -77,8 +76,7 @@ struct PassArguments : AttentionArguments {  // keys and values of all layers; n
     void* x;                 // (R, E) with R = B T: the residual stream, in place
     const float *cos, *sin;  // (R, D)
     void* raw_keys;          // keys before RoPE, in the same layout; or null
-    void* queries;    // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
-    double* seconds;  // (2): added up for linear layers and for attention; or null
+    void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
     int64_t L, W, E;
     int64_t kv_layer, queries_layer;  // strides, in numbers
     double eps, scale;                // of norms; of what attention and MLP add
@@ -127,18 +125,10 @@ template <class Op> void pass(const PassArguments& p) {
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
     T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
     T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
-    auto timed = [&](int part, auto&& work) {
-        const auto started = std::chrono::steady_clock::now();
-        work();
-        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
-        if (p.seconds) p.seconds[part] += taken.count();
-    };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, int64_t stride, bool is_gated) {
-        timed(0, [&] {
-            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
-                                        stride, is_gated, false, p.eps, p.scale});
-        });
+        linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
+                                    is_gated, false, p.eps, p.scale});
     };
     for (int64_t i = 0; i < p.L; ++i) {
         const LayerWeights& layer = p.layers[i];
@@ -153,7 +143,7 @@ template <class Op> void pass(const PassArguments& p) {
         a.out = mixed;
         a.keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         a.values = static_cast<T*>(p.values) + i * p.kv_layer;
-        timed(1, [&] { attention<Op>(a, true); });
+        attention<Op>(a, true);
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
         project(inner, nullptr, layer.down, p.x, p.x, p.E, false);

@@ -49,7 +49,6 @@ class Kernels:
         self.paired = torch.bfloat16 if "BF16" in self.instructions else None
         """The dtype of which a vector lane multiplies two numbers at once, or None: no dtype."""
         self.num_threads = num_threads
-        self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
