@@ -1,5 +1,5 @@
 """Exceptions of minitri, with messages of one line: what is wrong, what was got, what to do.
-Programs print an `InputError` and exit with 2; other exceptions out of minitri are bugs."""
+Programs print an `InputError` and exit with 2; others, but for the system's errors, are bugs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -86,7 +86,7 @@ class Passes:
         return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
+        """Drafts N tokens (B, N) of each row by `numbers_BN`; also returns their distributions."""
         # Id, position and slot of each row's last token.
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
@@ -124,7 +124,7 @@ class ModelRunner:
         guesses: Proposal | None = None,
         source: RandomSource | None = None,
     ) -> Output:
-        """One pass over tokens that the cache lacks and N guesses: distributions (B, N + 1, V).
+        """Reads what the cache lacks of `sequences`, and N guesses: distributions (B, N + 1, V).
         Also verifies the guesses by `source` (`emitted_rows`) if a CUDA graph can do both."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))

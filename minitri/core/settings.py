@@ -38,7 +38,7 @@ def pad_to_stride(num_slots: int) -> int:
 
 
 def _set_strings(settings: Any, name: str) -> None:
-    """Replaces the string or strings in the field `name` by a tuple. Raises `InputError`."""
+    """Makes a tuple of the string or strings in field `name` of settings. Raises `InputError`."""
     value = getattr(settings, name)
     texts = (value,) if isinstance(value, str) else value
     if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):

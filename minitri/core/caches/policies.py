@@ -2,7 +2,7 @@
 
 At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
 of the latest tokens; the best fill the budget. `ChunkRetrieval` is the paper's and the default. The
-whole of another one, which keeps the chunks with the largest key:
+whole code of another policy, which keeps the chunks with the largest key:
 
     class Largest(minitri.Policy):
         def scores(self, layer, b, q_KRD, chunks_KNMD):

@@ -1,4 +1,4 @@
-"""The prefix cache: K and V of texts that have ended, reused by prompts that begin alike.
+"""The prefix cache: K and V of texts, ended or in progress, for prompts that begin alike.
 
 K and V of an ended text stay in a row of the full cache, whose length is then 0. Padding of other
 rows' passes overwrites the row's first slots, so a copy of these is saved when the text ends.

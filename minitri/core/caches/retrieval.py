@@ -103,7 +103,7 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Called in a pass of the target with a layer's K and V: rebuilds it in rows due for it."""
+        """Called in a pass of the target with a layer's K and V: rebuilds it in all due rows."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)

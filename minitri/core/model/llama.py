@@ -1,7 +1,7 @@
 """The Llama network in PyTorch; its cache and its attention function are passed in.
 
 The network knows neither which kind of cache it writes to nor how attention is computed. Parameters
-have the names of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.
+have the names of Hugging Face's Llama, except that q, k, v and gate, up are one matmul each.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, S
 slots of a cache, V vocab, N guesses.
 """
