@@ -119,7 +119,7 @@ def test_all_of_it_is_short_enough_to_read():
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
     assert lines.total() <= 15_920
     assert sum(map(num_tokens, FILES)) <= 113_400
-    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_060
+    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_000
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
     assert sum(map(num_lines, (ROOT / "tests").rglob("*.py"))) <= 14_500
     assert (ROOT / "README.md").stat().st_size <= 9 * 1024

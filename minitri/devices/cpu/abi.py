@@ -94,12 +94,12 @@ class LayerWeights(Struct):
     ]
 
 
-class PassArguments(Struct):
+class PassArguments(AttentionArguments):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin keys values raw_keys queries lengths mask seconds",
-        integers="L B T W E H K D kv_layer kv_batch kv_head kv_slot queries_layer is_tiled",
+        pointers="layers x cos sin raw_keys queries seconds",
+        integers="L W E kv_layer queries_layer",
         doubles="eps scale",
     )
 
@@ -119,6 +119,6 @@ class RoundArguments(Struct):
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raises `OSError` if a struct has another size in the compiled library than here."""
     library.minitri_sizeof.restype = ctypes.c_int64
-    for struct in Struct.__subclasses__():
+    for struct in (*Struct.__subclasses__(), PassArguments):
         if library.minitri_sizeof(struct.__name__.encode()) != ctypes.sizeof(struct):
             raise OSError(f"{struct.__name__} has another size in C++ than in devices/cpu/abi.py")
