@@ -33,7 +33,8 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, 
 }
 
 // RMSNorm of one head, in place.
-template <class T> inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
+template <class T> inline void norm_head(T* x, const void* norm, double eps, int64_t D) {
+    const T* weight = static_cast<const T*>(norm);
     float sum = 0;
     for (int64_t d = 0; d < D; ++d) sum += widen(x[d]) * widen(x[d]);
     const float scale = 1 / std::sqrt(sum / D + float(eps));
@@ -84,27 +85,25 @@ struct PassArguments : AttentionArguments {  // keys and values of all layers; n
 
 // Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.
 template <class Op, class T = typename Op::Stored>
-void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries) {
-    const T* q_norm = static_cast<const T*>(p.layers[layer].q_norm);
-    const T* k_norm = static_cast<const T*>(p.layers[layer].k_norm);
+void rotate_and_write(const PassArguments& p, int64_t i, T* qkv, T* queries) {
+    const LayerWeights& layer = p.layers[i];
     const int64_t D = p.D, width = (p.H + 2 * p.K) * D;
-    const bool rotates = !p.layers[layer].is_unrotated;
     for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
         const int64_t b = row / p.T, t = row % p.T;
-        const float *cos = rotates ? p.cos + row * D : nullptr, *sin = p.sin + row * D;
-        for (int64_t h = 0; q_norm && h < p.H + p.K; ++h)
-            norm_head(qkv + h * D, h < p.H ? q_norm : k_norm, p.eps, D);
+        const float *cos = layer.is_unrotated ? nullptr : p.cos + row * D, *sin = p.sin + row * D;
+        for (int64_t h = 0; layer.q_norm && h < p.H + p.K; ++h)
+            norm_head<T>(qkv + h * D, h < p.H ? layer.q_norm : layer.k_norm, p.eps, D);
         T* q = queries + row * p.H * D;
         for (int64_t h = 0; h < p.H; ++h) rotate_head(qkv + h * D, cos, sin, q + h * D, D);
         if (p.queries && t + p.W >= p.T) {
             const int64_t place = b * p.W + t - std::max<int64_t>(p.T - p.W, 0);
-            T* to = static_cast<T*>(p.queries) + layer * p.queries_layer + place * p.H * D;
+            T* to = static_cast<T*>(p.queries) + i * p.queries_layer + place * p.H * D;
             std::copy(q, q + p.H * D, to);
         }
         for (int64_t k = 0; k < p.K; ++k) {
             const T *key = qkv + (p.H + k) * D, *value = key + p.K * D;
             const int64_t slot = p.lengths[b] + t;
-            const int64_t at = layer * p.kv_layer + b * p.kv_batch + k * p.kv_head;
+            const int64_t at = i * p.kv_layer + b * p.kv_batch + k * p.kv_head;
             T *keys = static_cast<T*>(p.keys) + at, *values = static_cast<T*>(p.values) + at;
             T rotated[MAX_WIDTH];
             rotate_head(key, cos, sin, rotated, D);

@@ -116,7 +116,6 @@ template <class Byte> inline Ints load_bytes(const uint8_t* p) {
     typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
     return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Shorts), Ints);
 }
-inline Shorts load_shorts(const uint8_t* p) { return *reinterpret_cast<const Shorts*>(p); }
 
 // A vector kept in a register: GCC neither loads it again for every use nor changes the order of
 // additions, which would need more registers.

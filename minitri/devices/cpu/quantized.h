@@ -73,7 +73,7 @@ template <int BITS> struct Layout {
             const uint8_t* words = panel + g * BITS * WORD_BYTES + v * LANES * 4;
             Shorts q{};
             visit_fields(pair, [&](int word, int from, int to, int count) {
-                const Shorts bits = load_shorts(words + word * WORD_BYTES);
+                const Shorts bits = *reinterpret_cast<const Shorts*>(words + word * WORD_BYTES);
                 if (BITS == 8) q = (Shorts)((SignedShorts)(from ? bits : bits << 8) >> 8);
                 else if (from + count == 16) q = bits >> from;
                 else q |= bits >> (from - to) & uint16_t(((1 << count) - 1) << to);
