@@ -4,10 +4,8 @@ Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib
-import functools
 import termios
 import tty
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ def ask(
     folder: Path, commands: list[str], obey: Callable[[str], str], status: Callable[[], str]
 ) -> None:
     """Asks for lines at a terminal until Ctrl-D; `obey` returns what is to be edited once more.
-    Enter ends a question, but a line after a backslash, within triple quotes and with Alt."""
+    Enter ends a question, but a line after a backslash, and with Alt."""
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
@@ -43,7 +41,6 @@ def ask(
     }
     session = shortcuts.PromptSession[str](
         "> ",
-        multiline=filters.Condition(lambda: is_open(session.default_buffer.text)),
         history=history.FileHistory(folder / "history") if folder.is_dir() else None,
         completer=GrammarCompleter(regular_languages.compile(COMMAND_LINE), completers),
         complete_style=shortcuts.CompleteStyle.READLINE_LIKE,
@@ -53,23 +50,12 @@ def ask(
     failed = ""
     while True:
         try:
-            typed = session.prompt(default=failed)
-            session.output.enable_bracketed_paste()  # during the answer, too, a paste stays whole
-            session.output.flush()
-            failed = obey(typed)
+            failed = obey(session.prompt(default=failed))
         except KeyboardInterrupt:
+            session.default_buffer.append_to_history()  # Up brings it back
             failed = ""
         except EOFError:
             return
-        finally:
-            session.output.disable_bracketed_paste()
-            session.output.flush()
-
-
-@functools.lru_cache(1)  # is asked for each line on the screen
-def is_open(text: str) -> bool:
-    """Whether triple quotes are open at the end of a text."""
-    return text.count('"""') % 2 == 1
 
 
 def let_keys_wait() -> None:
@@ -117,10 +103,10 @@ class MarkdownFile(Live):
             self.console.print()
 
 
-def answer_file(args: Namespace) -> Any:
+def answer_file() -> Any:
     """Where a chat answer is printed: a file that draws Markdown; None if the terminal cannot."""
     console = Console()
-    if args.color or console.no_color or console.is_dumb_terminal:
+    if console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()
     file = MarkdownFile(console=console, transient=True, refresh_per_second=12)
     return contextlib.closing(file)

@@ -17,11 +17,11 @@ import minitri
 from minitri import GenerationConfig, InputError, Request
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
+from minitri.apps.cli.boot import load_weights, open_engine, sampling_of, suggest_larger
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
-from minitri.apps.cli.terminal import LEGEND, print_stream, shown
+from minitri.apps.cli.terminal import print_stream, shown
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
@@ -73,14 +73,12 @@ class Chat:
         command = COMMANDS.get(name)
         try:
             if is_question:
-                if text := line.removeprefix('"""').removesuffix('"""').strip():
-                    self._answer(self.talk.turns, Turn(text))
+                if line:
+                    self._answer(self.talk.turns, Turn(line))
             elif command is None:
                 near = get_close_matches(name, COMMANDS, 1)
                 way = f"did you mean /{near[0]}?" if near else "/help lists what there is"
                 raise InputError(f"there is no /{shorten(name, 40)}; {way}")
-            elif name in ("load", "save") and not value:
-                raise InputError(f"/{name} names no file; give /{name} FILE")
             else:
                 command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
@@ -113,7 +111,7 @@ class Chat:
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
-        """[NAME=VALUE ...] show or change temperature (0: greedy), top_p, ..."""
+        """[NAME=VALUE ...] show or set temperature (0: greedy), top_p, seed"""
         settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
@@ -137,8 +135,8 @@ class Chat:
             texts = {file: read_document(file, "/documents")}
             self._file = file
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
-        lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
-        say("\n".join(lines) or "there are no documents; /documents FILE adds one")
+        else:
+            say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
         """cut documents to what fits, first the one that was just too long"""
@@ -149,23 +147,25 @@ class Chat:
         """FILE: write the conversation and its KV cache to it"""
         if file != self._saved and Path(file).is_file():
             raise InputError(f"{file} is there; name another file, or the last of /save or /load")
-        num_tokens = self._engine.save_kv(file, self.talk.as_note())
-        say(f"saved {num_tokens} tokens to {file}; /load goes on there without reading again")
+        self._engine.save_kv(file, self.talk.as_note())
+        say(f"saved to {file}; /load goes on there without reading documents again")
         self._saved = file
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
-        num_tokens = self._engine.load_kv(file)
+        self._engine.load_kv(file)
         talk = self.talk.restored(self._engine.snapshot_note)
         self._archive.begin()
         self._resume(talk)
         self._saved = file
-        say(f"loaded {num_tokens} tokens from {file}")
+        say(f"loaded {file}")
 
     def do_resume(self, _: str) -> None:
         """continue the conversation before this one"""
         with explain("there is no earlier conversation to be read", "ask something"):
-            talk = self.talk.restored(self._archive.read())
+            while (note := self._archive.read()) == self._as_text():
+                pass  # of /load, say, is here already
+            talk = self.talk.restored(note)
             talk = talk.mapped(talk.tokenizer.encode_marked)
         self._resume(talk)
 
@@ -182,6 +182,9 @@ class Chat:
     do_exit = do_quit
     do_clear = do_reset
 
+    def _as_text(self) -> str:
+        return self.talk.mapped(self.talk.tokenizer.decode).as_note()
+
     def _turns(self) -> Sequence[Turn]:
         if not self.talk.turns:
             raise InputError("there is no answer yet; ask something")
@@ -192,14 +195,7 @@ class Chat:
         added = () if self.talk.turns else self.talk.documents
         both = replace(talk, documents=[*talk.documents, *added])
         flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # what is there was cut
-        try:
-            talk = both.with_documents({}, self._engine.config, flags)
-        except InputError:
-            if not added:
-                raise
-            for document in added:
-                say(f"{document.name}: left out, as it does not fit next to those")
-        self._read(talk)
+        self._read(both.with_documents({}, self._engine.config, flags))
         if talk.turns:
             self.do_show("")
 
@@ -207,8 +203,13 @@ class Chat:
         """Switches to a conversation and reads its documents, before a question is asked."""
         self.talk = talk
         ids = talk.beginning
-        is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
-        if talk.documents and not is_read and self._run(ids, 1).finish_reason is None:
+        if not talk.documents:
+            return
+        log.info(talk.sizes)
+        if num_common(self._engine.held_tokens, ids) >= len(ids) - 1:
+            return
+        suggest_larger(self._args)
+        if self._run(ids, 1).finish_reason is None:
             self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
             say("stopped; /documents shows what was read, /documents FILE reads on")
 
@@ -224,7 +225,7 @@ class Chat:
         if room < 1:
             raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
-            log.info("the context is full: the oldest %d questions are forgotten", num_gone)
+            log.info("the context is full: forgotten questions, the oldest first: %d", num_gone)
             self._archive.begin()  # another file, as this one has them
         state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
@@ -241,7 +242,7 @@ class Chat:
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
         if self._archive.folder.is_dir():
-            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
+            self._archive.write(self._as_text())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
@@ -273,8 +274,6 @@ def run_command(args: Namespace) -> None:
     talk = Conversation(opened.tokenizer, args.system)
     talk = talk.with_documents(documents, opened.config, args)
     with load_weights(args, opened) as engine:
-        if args.color:
-            log.info(LEGEND)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             chat = Chat(engine, talk, args)
             try:
@@ -286,7 +285,7 @@ def run_command(args: Namespace) -> None:
         from minitri.apps.chat import at_terminal
 
         archive = Archive(state_folder())
-        chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
+        chat = Chat(engine, talk, args, archive, at_terminal.answer_file)
         later = "; /resume continues the last chat" if archive.earlier else ""
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
         at_terminal.let_keys_wait()

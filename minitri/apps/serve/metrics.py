@@ -1,7 +1,6 @@
 """Metrics of a server for Prometheus: texts, tokens, and the seconds that clients wait for them.
 
-They count in the whole process, next to its memory and processor time, which the library adds.
-"""
+They count in the whole process, next to its memory and processor time, which the library adds."""
 
 import time
 

@@ -58,8 +58,10 @@ def test_a_log_that_nobody_reads_stops_nobody(line):
         thread.join(10)
         assert not thread.is_alive()
         num_lost = 200 - pipe.read(1 << 20).count(b"\n")
-        handler.handle(logging.makeLogRecord({"msg": "again"}))
+        again = logging.makeLogRecord({"msg": "again"})
+        handler.handle(again)
         assert pipe.read(100) == b"again (after %d lines that are lost)\n" % num_lost
+        assert again.getMessage() == "again"  # for other handlers
 
 
 def test_a_log_line_that_cannot_be_written_stops_nobody(capsys):
