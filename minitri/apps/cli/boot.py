@@ -65,7 +65,7 @@ def suggest_larger(args: Namespace) -> None:
 
     fits = [larger for least, larger in LARGER.items() if least < free_host_bytes()]
     if fits and args.model == DEFAULT_MODEL:
-        log.info("%s is small for documents; --model %s fits here, too", args.model, fits[0])
+        log.info("%s is small for documents; --model %s fits here", args.model, fits[0])
 
 
 def sampling_of(
