@@ -12,11 +12,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minitri import GenerationConfig, ModelConfig, SamplingParams
+from minitri import GenerationConfig, InputError, ModelConfig, SamplingParams
 from minitri.apps.cli import exits, report
 from minitri.apps.cli.arguments import OneLineParser, speculation_of
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.core.errors import explain, shorten
+from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes
@@ -83,8 +83,8 @@ def demand_of(args: Namespace) -> Demand:
 def site_of(args: Namespace) -> Site:
     """The device to plan for: by flags, or this machine's GPU, or CPU (then host_memory is 0)."""
     if args.gpu is not None:
-        with explain(f"there is no --gpu {shorten(args.gpu, 60)}", "see --gpu list"):
-            site = SITES[args.gpu]
+        if (site := SITES.get(args.gpu.lower())) is None:
+            raise InputError(f"there is no --gpu {shorten(args.gpu, 60)}; see --gpu list")
         return site._replace(gib=args.gpu_memory or site.gib)
     name = "a GPU"
     gib = args.gpu_memory

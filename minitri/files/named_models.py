@@ -13,6 +13,7 @@ from minitri.core.settings import BACKENDS, DTYPES
 from minitri.files.families import FAMILIES
 
 DEFAULT_MODEL = "smollm2-135m"
+LARGER = {12e9: "qwen2.5-1.5b (3.1 GB)", 4e9: "qwen2.5-0.5b (1.0 GB)"}  # by free bytes, best first
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def ask(
             session.output.flush()
             failed = obey(typed)
         except KeyboardInterrupt:
+            session.default_buffer.append_to_history()  # Up brings it back
             failed = ""
         except EOFError:
             return

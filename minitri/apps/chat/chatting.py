@@ -17,7 +17,7 @@ import minitri
 from minitri import GenerationConfig, InputError, Request
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
+from minitri.apps.cli.boot import load_weights, open_engine, sampling_of, suggest_larger
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
@@ -113,7 +113,7 @@ class Chat:
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
-        """[NAME=VALUE ...] show or change temperature (0: greedy), top_p, ..."""
+        """[NAME=VALUE ...] show or set temperature (0: greedy), top_p, seed"""
         settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
@@ -137,8 +137,8 @@ class Chat:
             texts = {file: read_document(file, "/documents")}
             self._file = file
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
-        lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
-        say("\n".join(lines) or "there are no documents; /documents FILE adds one")
+        else:
+            say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
         """cut documents to what fits from now on, also the one that was just too long"""
@@ -149,23 +149,25 @@ class Chat:
         """FILE: write the conversation and its KV cache to it"""
         if file != self._saved and Path(file).is_file():
             raise InputError(f"{file} is there; name another file, or the last of /save or /load")
-        num_tokens = self._engine.save_kv(file, self.talk.as_note())
-        say(f"saved {num_tokens} tokens to {file}; /load goes on there without reading again")
+        self._engine.save_kv(file, self.talk.as_note())
+        say(f"saved to {file}; /load goes on there without reading documents again")
         self._saved = file
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
-        num_tokens = self._engine.load_kv(file)
+        self._engine.load_kv(file)
         talk = self.talk.restored(self._engine.snapshot_note)
         self._archive.begin()
         self._resume(talk)
         self._saved = file
-        say(f"loaded {num_tokens} tokens from {file}")
+        say(f"loaded {file}")
 
     def do_resume(self, _: str) -> None:
         """continue the conversation before this one"""
         with explain("there is no earlier conversation to be read", "ask something"):
-            talk = self.talk.restored(self._archive.read())
+            while (note := self._archive.read()) == self._as_text():
+                pass  # this one, which /load has read
+            talk = self.talk.restored(note)
             talk = talk.mapped(talk.tokenizer.encode_marked)
         self._resume(talk)
 
@@ -181,6 +183,9 @@ class Chat:
 
     do_exit = do_quit
     do_clear = do_reset
+
+    def _as_text(self) -> str:
+        return self.talk.mapped(self.talk.tokenizer.decode).as_note()
 
     def _turns(self) -> Sequence[Turn]:
         if not self.talk.turns:
@@ -207,8 +212,13 @@ class Chat:
         """Switches to a conversation and reads its documents, before a question is asked."""
         self.talk = talk
         ids = talk.beginning
-        is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
-        if talk.documents and not is_read and self._run(ids, 1).finish_reason is None:
+        if not talk.documents:
+            return
+        log.info(talk.sizes)
+        if num_common(self._engine.held_tokens, ids) >= len(ids) - 1:
+            return
+        suggest_larger(self._args)
+        if self._run(ids, 1).finish_reason is None:
             self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
             say("stopped; /documents shows what was read, /documents FILE reads on")
 
@@ -224,7 +234,7 @@ class Chat:
         if room < 1:
             raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
-            log.info("the context is full: the oldest %d questions are forgotten", num_gone)
+            log.info("the context is full: forgotten questions, the oldest first: %d", num_gone)
             self._archive.begin()  # a new file: the current one keeps what is forgotten
         state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
@@ -241,7 +251,7 @@ class Chat:
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
         if self._archive.folder.is_dir():
-            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
+            self._archive.write(self._as_text())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
         """Has the model write at most `num_new` tokens; prints them if `show`."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import MAX_COUNT, InputError, explain
-from minitri.core.log import log
 from minitri.text.tokenizer import Tokenizer
 
 QUESTION = "\nQuestion: "  # without a chat template
@@ -103,11 +102,14 @@ class Conversation:
             )
         lengths = range(1, sum(sizes) + 1)
         most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))
-        for name, token_ids, size in documents:
-            if most < len(token_ids):
-                log.info("%s: its first %d of %d tokens", name, most, size)
         cut = [Document(name, token_ids[:most], size) for name, token_ids, size in documents]
         return replace(self, documents=cut)
+
+    @property
+    def sizes(self) -> str:
+        """A line for each document: how many of its tokens are kept."""
+        parts = self.documents
+        return "\n".join(f"{name}: {len(ids)} of {size} tokens" for name, ids, size in parts)
 
     def cut(self, num_tokens: int) -> "Conversation":
         """A copy with only those parts of documents in the first `num_tokens` of `beginning`."""

@@ -4,6 +4,7 @@ A flag takes type and default from a field of a settings class, and its help fro
 field. Imports nothing of PyTorch."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -157,11 +158,12 @@ def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]
 
     def number(text: str) -> float:
         is_digits = text.removeprefix("-").encode().isdigit()
-        value = float("nan" if is_whole and not is_digits else text)
-        if not least <= value <= most:
-            wanted = f"{'whole ' * is_whole}number from {least} to {most:.15g}"
-            raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no {wanted}")
-        return int(text) if is_whole else value
+        with contextlib.suppress(ValueError):
+            value = float("nan" if is_whole and not is_digits else text)
+            if least <= value <= most:
+                return int(text) if is_whole else value
+        wanted = f"{'whole ' * is_whole}number from {least} to {most:.15g}"
+        raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no {wanted}")
 
     return number
 

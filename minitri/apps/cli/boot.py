@@ -14,6 +14,7 @@ from minitri.core.log import log
 from minitri.core.offload.placement import GIB
 from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
+from minitri.files.named_models import DEFAULT_MODEL, LARGER
 from minitri.text.prompt_ids import draw_seed
 
 
@@ -56,6 +57,15 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
     if (folder := vars(args).get("kv_store")) is not None:
         engine.open_kv_store(folder, int(args.kv_store_size * GIB))
     return engine
+
+
+def suggest_larger(args: Namespace) -> None:
+    """Logs which larger model fits here, where the default one is to read documents."""
+    from minitri.core.memory import free_host_bytes  # with PyTorch
+
+    fits = [larger for least, larger in LARGER.items() if least < free_host_bytes()]
+    if fits and args.model == DEFAULT_MODEL:
+        log.info("%s is small for documents; --model %s fits here", args.model, fits[0])
 
 
 def sampling_of(

@@ -15,10 +15,9 @@ class LossyHandler(logging.StreamHandler[TextIO]):
     _num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._num_lost:
-            record.msg = f"{record.msg} (after {self._num_lost} lines that are lost)"
         try:
-            text = self.format(record) + self.terminator
+            lost = f" (after {self._num_lost} lines that are lost)" * bool(self._num_lost)
+            text = self.format(record) + lost + self.terminator
             for start in range(0, len(text), PIECE):
                 has_room = [self.stream]
                 with suppress(ValueError):  # a stream in memory has no number

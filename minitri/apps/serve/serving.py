@@ -51,6 +51,7 @@ def run_command(args: Namespace) -> None:
             server = Server(service, args.grace, args.stall_seconds)
             size = f"{num_rows} requests at a time, of {context} tokens each, in {gib:.1f} GiB"
             where = "{}:{}".format(*listener.getsockname())
+            boot.suggest_larger(args)
             log.info("%s at http://%s/v1: %s; Ctrl-C ends", engine.config.name, where, size)
             server.run(sockets=[listener])
     log.info("stopped")

@@ -21,8 +21,10 @@ from minitri.apps.chat import at_terminal
 from minitri.apps.chat.chatting import COMMANDS, Chat, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.apps.cli.arguments import OneLineParser
+from minitri.core import memory
 from minitri.core.log import log
 from minitri.files.archive import NOWHERE, Archive, state_folder
+from minitri.files.named_models import MODELS
 from minitri.text.special_tokens import SpecialTokens
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
@@ -82,6 +84,7 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_pa
         monkeypatch.setattr(sys, "stdin", stdin)
         code, out, err = call(main, *words, "--document", tmp_path / "a.txt", tmp_path / "b.txt")
     assert (code, "never" in out, "\x1b" in out) == (0, False, True)
+    assert max(map(len, re.findall(r"^/\w+ .*", err, re.MULTILINE))) < 80  # of /help
     messages = ["cut after 12 tokens", "temperature 0.7, top_p 0.9, ", "no /nonsense"]
     assert all(message in err for message in [*messages, *map("/{} ".format, COMMANDS)])
     read = [int(count) for count in re.findall(r"for (\d+) tokens of the prompt", err)]
@@ -122,6 +125,14 @@ def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, ca
     assert [*fresh.talk.documents] == [*chat.talk.documents]  # not cut by the flag of another chat
     fresh.obey("/resume")
     assert ([*fresh.talk.documents], fresh.talk.turns[0].question) == ([], "Why?")
+
+
+def test_for_documents_the_default_model_names_a_larger_one_that_fits(begin, caplog, monkeypatch):
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 5e9)
+    with caplog.at_level("INFO", "minitri"):
+        begin("--model other", [NIGHT])
+        begin(documents=[("day.txt", "It was a fine day.")])
+    assert re.findall(r"--model (\S+)", caplog.text) == [name for name in MODELS if "0.5b" in name]
 
 
 @pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
@@ -165,7 +176,7 @@ def test_a_stopped_answer_stays_and_goes_on(begin, interrupt, event, times):
 
 
 def test_a_document_is_cut_where_it_does_not_fit_or_its_reading_is_stopped(
-    begin, num_cached, interrupt, tmp_path
+    begin, num_cached, interrupt, tmp_path, caplog
 ):
     (tmp_path / "long.txt").write_text("And so on. " * 2000)
     chat = begin()
@@ -176,8 +187,11 @@ def test_a_document_is_cut_where_it_does_not_fit_or_its_reading_is_stopped(
     [part] = chat.talk.documents
     chat.obey("Who?")
     assert num_cached()[-1] >= len(chat.talk.beginning) - 4
-    chat.obey("/fit")
+    caplog.clear()
+    with caplog.at_level("INFO", "minitri"):
+        chat.obey("/fit")
     [whole] = chat.talk.documents
+    assert caplog.text.count(f" of {whole.size} tokens") == 1
     assert 64 <= len(part.token_ids) < 1000 < len(whole.token_ids) < whole.size
 
 
@@ -211,6 +225,9 @@ def test_a_saved_conversation_is_in_nobodys_way_and_the_one_used_last_is_resumed
     for line, questions in [*lines.items()] * 2:
         later.obey(line)
         assert [turn.question for turn in later.talk.turns] == questions
+    for line in (loaded, "/resume"):  # which is not the same again
+        later.obey(line)
+    assert [turn.question for turn in later.talk.turns] == ["Why?"]
 
 
 def test_a_resume_that_fails_harms_no_conversation(begin, tmp_path, monkeypatch, caplog):
@@ -322,6 +339,7 @@ def test_a_paste_during_an_answer_is_marked_as_one(tmp_path):
 def test_a_question_that_failed_is_edited_and_earlier_lines_and_files_are_found(typed, tmp_path):
     assert typed("Who\r?\r\x04", {"Who": "Who", "Who?": ""}.get) == ["Who", "Who?"]
     assert typed("\x1b[A\r\x04") == typed("\x12Wh\r\r\x04") == ["Who?"]
+    assert (typed("Where\x03\x04"), typed("\x1b[A?\r\x04")) == ([], ["Where?"])
     assert typed(f"/load {tmp_path}/his\t\r\x04") == [f"/load {tmp_path}/history"]
 
 

@@ -2,9 +2,8 @@
 
 import io
 import re
-import shlex
 import sys
-from argparse import Action, Namespace
+from argparse import Action
 from pathlib import Path
 
 import pytest
@@ -166,12 +165,5 @@ def test_one_model_has_one_default_in_programs_and_the_library(run, advised):
         assert list(engine.complete(PROMPT, **how).token_ids) == again["token_ids"]
 
 
-@pytest.mark.slow
-def test_examples_about_a_novel_fit_the_default_model(real_weights, long_text):
-    opened = loader.OpenEngine(model=str(real_weights), draft="suffix")
-    lines = re.findall(r"^minitri (generate|score) (.*novel.txt.*)$", arguments.HELP, re.M)
-    assert len(lines) == 3
-    for name, line in lines:
-        words = shlex.split(line.partition(" < ")[0])
-        args: Namespace = arguments.OneLineParser(name).parse_args(words)
-        assert len(inputs.encode(long_text, opened, args)) == args.max_prompt_tokens
+def test_a_card_is_named_in_capitals_too(call):
+    assert call(plan.main, "-m", "llama2-7b-128k", "--gpu", "H100").code == 0

@@ -54,8 +54,10 @@ def test_a_log_that_nobody_reads_stops_nobody():
         thread.join(10)
         assert not thread.is_alive()
         num_lost = 200 - pipe.read(1 << 20).count(b"\n")
-        handler.handle(logging.makeLogRecord({"msg": "again"}))
+        again = logging.makeLogRecord({"msg": "again"})
+        handler.handle(again)
         assert pipe.read(100) == b"again (after %d lines that are lost)\n" % num_lost
+        assert again.getMessage() == "again"  # for other handlers
 
 
 def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):

@@ -60,8 +60,11 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
     advice = FIELDS["advice"].get(problem["type"], "{msg}")
     if problem["type"] == "extra_forbidden":
-        known = kind.model_json_schema()["properties"].keys()
-        for near in get_close_matches(place, known - content, 1, 0.8):
+        schema = kind.model_json_schema()
+        *outer, name = problem["loc"]
+        objects = schema["$defs"].values() if outer else [schema]
+        known = {field for each in objects for field in each["properties"]}
+        for near in get_close_matches(name, known - content.keys(), 1, 0.8):
             advice = f"did you mean {near}?"
     advice = advice.format(**problem, **problem.get("ctx", {}))
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
