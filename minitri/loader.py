@@ -60,7 +60,7 @@ class OpenEngine:
     So a program can check a prompt before the minutes that large weights take."""
 
     def __init__(self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any):
-        """Opens the files; `fields` are those of a `ModelChoice`. Raises `InputError`."""
+        """Opens the models' files; `fields` are other arguments of `load`. Raises `InputError`."""
         choice = ModelChoice(**fields)
         if drafter is not None:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):

@@ -8,8 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies.
-    Settings read `budget=30` or `budget is 30`; a program drops `ways` without a flag."""
+    """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies, added at the end.
+    Programs print `budget=30`, `budget is 30` as flags, and drop ways whose setting has none."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

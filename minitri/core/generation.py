@@ -1,7 +1,7 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
 A `Generation` computes only while its caller asks for the next event. A running request has a row
-of the batch, which a waiting one gets when it ends. Each text follows the model's distribution.
+of the batch; at its end a waiting one gets that. Each text follows the model's distribution.
 The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N tokens, V vocab.
 """
 
@@ -208,7 +208,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
                 if state.finish_reason:  # tokens after a stop are never shown
                     break
-                self.stats.num_decoded_tokens += bool(state.tokens)
+                self.stats.num_decoded_tokens += bool(state.tokens)  # the first: prefill
                 self.stats.num_generated_tokens += 1
                 yield state.push(token, origin, eos, *score)
             if state.finish_reason not in (None, "cancelled"):
@@ -227,7 +227,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return log_probs(new.logits_NV, new.tokens, num_top)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
-        """Ends row b by `error` and lets an open run go on; raises bugs, and all in closed runs."""
+        """Ends row b if memory or finite numbers lack and the run is open; else raises `error`."""
         fault = fault_of(error, self._pool.models)
         if not (fault and self._prepare):
             raise error

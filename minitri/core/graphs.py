@@ -28,7 +28,7 @@ class GraphPool:
     """A set of captured CUDA graphs, which share memory and never run at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rules = set[Any]()  # of verification, for which all has been captured
+        self.rules = set[Any]()  # verification rules whose graphs have all been captured
         self.is_capturing = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
@@ -39,8 +39,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
-        """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
-        Else captures it first if `is_capturing`. Raises `InputError` if this fails."""
+        """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
+        one if `is_capturing` (`InputError` if that fails), else calls the function as it is."""
         shapes = tree_map(lambda it: (it.shape, it.dtype), inputs)
         key = function, *constants.values(), shapes
         function = functools.partial(function, **constants)
@@ -51,8 +51,7 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures the function over copies of example inputs, the largest first, as smaller ones
-        then need no memory of their own. Raises `InputError`."""
+        """Captures the function over copies of example inputs, best the largest of all first."""
         statics = self._shared("input", examples)
         try:
             replay, output = self.record(lambda: self._shared("output", function(*statics)))

@@ -77,7 +77,7 @@ def check_process(models: Models) -> None:
 
 @contextlib.contextmanager
 def computing(models: Models) -> Iterator[None]:
-    """Context for all computation: holds the models' lock, and raises `fault_of` an error."""
+    """Context for computing: holds the models' lock; lack of memory or NaN becomes `FaultError`."""
     check_process(models)
     try:
         with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
@@ -132,7 +132,7 @@ def allocate(
     host: HostMemory | None = None,
 ) -> Memory:
     """Allocates caches and captures passes for runs of this shape. Raises `InputError`.
-    `full` and its texts `held` are of an earlier run, if given. Passes of the target are not
+    `full`, and `held` with its texts, are of an earlier run. Passes of the target are not
     captured if its cache is in host memory."""
     target = models.target
     speculation = shape.speculation
@@ -164,7 +164,7 @@ def allocate(
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
-    # For passes of no guess, up to 4, up to 8, and all: a size costs time; blocks are padded.
+    # Graphs for 0, up to 4, up to 8, and all guesses: few, as capturing takes time.
     runners["target"] = ModelRunner(
         Passes(target, full, shape.sampling, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,
@@ -188,7 +188,7 @@ def free_host_bytes() -> float:
 
 
 def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
-    """Bytes that each rank can use on its device, with its weights, and in host memory."""
+    """Bytes that each rank can use on its device (weights included) and in host memory."""
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     on_device = on_host

@@ -32,11 +32,11 @@ def prefill(
     num_top: int = 0,
     size: Callable[[], int] | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt without its last token into row b; yields the row's length after each chunk.
-    `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens,
-    None: of all. `scores` gets `log_probs` of the tokens that follow each one read. `size` gives
-    the length of the next chunk, by default always `chunk`. If `full` is in host memory, reads
-    layer by layer, unless `watch` wants all, or with `scores` or `size`."""
+    """Reads a prompt but its last token into row b; after each chunk yields how many are read.
+    `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens (None: all).
+    `scores` gets, for each token after one that is read, its log-probability and those of the
+    `num_top` likeliest. `size` returns the length of the next chunk, else it is `chunk`. A cache
+    in host memory is filled layer by layer, but not with `scores`, `size` or a `watch` of all."""
     is_plain = not size and scores is None
     if isinstance(full, OffloadedFullCache) and is_plain and (not watch or max_queries):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)

@@ -117,7 +117,9 @@ class RequestState:
     request: Request
     prompt_ids: Tokens
     detokenize: Detokenizer = lambda _: ("", False)  # by default there is no text
-    make_filters: "Callable[[], TextFilters | None]" = lambda: None  # called at its admission
+    make_filters: "Callable[[], TextFilters | None]" = lambda: (
+        None
+    )  # `prepare.text_filters`, at admission
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_scores: list[LogProbs] = field(default_factory=list)

@@ -43,7 +43,7 @@ GPU = Machine(2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
 
 
 def card(speed: float, flops: float, link: float = 25e9) -> Machine:
-    """A GPU of these bytes and FLOPs per second; 16 us for 12 launches, 150 us for a verdict."""
+    """A GPU with `speed` bytes/s, `flops` FLOP/s, `link` bytes/s from the host; usual latencies."""
     return Machine(speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
@@ -92,7 +92,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
 
 
 def default_copy_bits(config: ModelConfig, num_free: float) -> int:
-    """Bits of the copy that guesses on a GPU by default: 4 if KV keeps 9/10 of the free memory."""
+    """Bits of the copy of weights that guesses on a GPU: 4 if it takes <= `num_free` / 10, or 0."""
     return 4 if copy_bytes(config, 4) <= num_free / 10 else 0
 
 

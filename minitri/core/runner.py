@@ -54,7 +54,7 @@ class Passes:
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]
-        if len(guesses_BN[0]):  # those at places past the block's end are ignored
+        if len(guesses_BN[0]):  # guesses past the block's end are ignored
             padded_BT = F.pad(block.tokens_BT, (0, 1))
             tokens_BT = padded_BT.scatter(1, places_BN[:, 1:].clamp(max=T), guesses_BN)[:, :-1]
             block = replace(block, tokens_BT=tokens_BT.contiguous())
@@ -136,9 +136,8 @@ class ModelRunner:
             starts = [len(sequence) for sequence in sequences]
             numbers_BN = source.numbers(guesses.counts, starts, active)
             inputs = guesses.padded(numbers_BN, size - 1, self.passes.vocab_size)
-            logits_BNV, probs_BNV, verdict_BX = self.graphs.run(
-                self.passes.verify, packed_4BT, *inputs, rule=source.rule
-            )
+            found = self.graphs.run(self.passes.verify, packed_4BT, *inputs, rule=source.rule)
+            logits_BNV, probs_BNV, verdict_BX = found
             # Probabilities are read after the next run of a graph, logits are not.
             output = Output(probs_BNV.clone(), logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
         else:
@@ -233,7 +232,7 @@ class ModelRunner:
         return all(row.temperature == 0 or row.form == form for row in self.sampling)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before a step: shows cache and text filters what the last step has committed."""
+        """Before a step: cache and filters (penalties, grammar) of active rows take new tokens."""
         self.cache.take_committed(active)
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters and on:
@@ -276,7 +275,7 @@ class DraftRunner(ModelRunner):
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
-                self._read_window(b, sequence[:-1])
+                self._read_window(b, sequence[:-1])  # fewer are read by the next draft
         self.cache.slide()
 
     def draft(
@@ -290,6 +289,7 @@ class DraftRunner(ModelRunner):
         if any(self.text_filters) or not (is_captured or is_one_call):
             return super().draft(sequences, active, N, source)
         starts = [len(sequence) for sequence in sequences]
+        # N numbers a row: for N - 1 guesses and the token after them.
         numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
         fresh = self.unread(sequences, active)
         if self.graphs:

@@ -41,7 +41,7 @@ class Scheduler:
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
-        self._waiting = dict.fromkeys(requests, 0)  # each with the admissions before it came
+        self._waiting = dict.fromkeys(requests, 0)  # number of admissions before each came
         self._num_admitted = 0
         self._num_chunks = 0
 

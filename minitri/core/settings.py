@@ -154,7 +154,7 @@ TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", 
 
 
 def parse_tree(tree: str) -> tuple[int, int]:
-    """Width and depth of a tree such as "4x3"; nodes of a Sequoia tree such as "16", and 0."""
+    """(width, depth) of sequences such as "4x3"; (guesses, 0) of a Sequoia tree such as "16"."""
     width, _, depth = tree.partition("x")
     return int(width or 0), int(depth or 0)
 
@@ -217,7 +217,7 @@ class SpeculationConfig:
     timed: bool = False
     """Let the autotuner use measured times even where a seed then no longer repeats its text: at a
     temperature above 0 unless coupled, and wherever rounding may change a text (not with float32 or
-    compiled kernels on a CPU). Otherwise predicted costs count."""
+    compiled kernels on a CPU). Without it predicted costs count there."""
     verification: str = one_of("block", *VERIFICATIONS)
     """Verify a chain of guesses as a block, which accepts more, or token by token; no difference at
     temperature 0 or with --coupled."""
@@ -266,8 +266,8 @@ class SpeculationConfig:
 
     @cached_property
     def max_block(self) -> int:
-        """Most tokens per row in a pass of the target: the text's last one, and all guesses.
-        At most gamma2 - 1 of earlier rounds, then gamma1 (or a tree) and a token of the last."""
+        """Most tokens per row in a pass of the target: the text's last one, and all guesses: up to
+        gamma2 - 1, and then the last round's, gamma1 (or a tree's) and the verifier's own token."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property

@@ -36,7 +36,7 @@ class Stack:
         self.target = models.target
         self._is_open = is_open
         self.sequences: Rows = [[] for _ in shape.prompt_lengths]
-        self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
+        self._ends = [0] * shape.num_rows  # most tokens that each row may have, with its prompt
         runners = memory.runners
         least = self.target.execution.ranks.least  # shares may be uneven
         self._pass_bytes = {
@@ -200,7 +200,7 @@ class Stack:
         return functools.lru_cache(1024)(functools.partial(work.seconds, machine))
 
     def _expect_costs(self) -> None:
-        """Predicts for the autotuner the seconds of rounds over the rows that are decoding."""
+        """Gives the autotuner a predictor of seconds, for the rows that are decoding."""
         if lengths := [len(self.sequences[b]) for b in self._busy]:
             self.tuner.predict_seconds = self.predictor_for(lengths)
 
@@ -220,8 +220,8 @@ class Stack:
             cache.is_wanted = self.tuner.wants_retrieval
         for b, new in emitted.items():
             if cache and new.tokens:
-                # Queries of the tokens that the target's pass read and kept: the last of the text
-                # before it, and the new ones but the last, which the next pass reads.
+                # Queries of the tokens that the pass read and kept, which begin its block: the
+                # text's last one and all new ones but the last, which the next pass reads.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(new.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)

@@ -162,6 +162,7 @@ def _special_tokens(
     prefix = [config.vocab_size if bos is None else bos] if add else []
     tokens = filter(None, map(pipeline.id_to_token, range(pipeline.get_vocab_size())))
     encodings = map(pipeline.encode, itertools.chain("a", tokens))
+    # Tried after "a", which a vocabulary may lack: tokens, until one is kept as text.
     sample = next(it for it in encodings if 0 in it.special_tokens_mask)
     if 1 in sample.special_tokens_mask:  # the post-processor decides
         prefix = sample.ids[: sample.special_tokens_mask.index(0)]

@@ -1,6 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-Their configs serve programs that read no model files. Older files: ORG/NAME@REVISION.
+Their configs serve programs that read no model files. An old version: ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class ModelChoice:
     Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. drafter: the draft model alone in 4 bits. Default: int4 where compiled
-    kernels run, for both, and on a GPU with much room; a quantized target guesses itself."""
+    the text stays the same. drafter: the draft model alone in 4 bits. Default: int4, of target
+    and drafter on compiled kernels, of the target on a roomy GPU; a quantized target's own."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -48,8 +48,8 @@ def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -
 def text_filters(
     sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
 ) -> TextFilters | None:
-    """The filters of a new text; None if its settings need none. Raises `InputError`.
-    Reasons are a token that the model lacks, and a grammar that cannot be compiled."""
+    """Bias, penalties, banned tokens and grammar of a new text; None if its settings have none.
+    Raises `InputError` for a token that the model lacks, or a grammar that does not compile."""
     by_probability = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     if sampling == SamplingParams(*by_probability):
         return None

@@ -1,8 +1,8 @@
-"""The program of a sandbox: what strangers send is read in a process with limits.
+"""The program of a sandbox: reads what strangers send, in a process with limits.
 
-One expression of a template, or a grammar of 40 bytes, may ask for any time and memory, and one of
-60 KB for more stack than a thread of minitri has, which ends a process. Each line of input is JSON,
-the answer is a line with `text` or `error`. It imports nothing of minitri but what answers itself.
+One template expression, or a grammar of 40 bytes, can take any time and memory; a grammar of 60 KB
+can overflow a thread's stack, which ends the whole process. A line of input is a question in JSON,
+its answer a JSON line with `text` or `error`. Of minitri it imports at most the answering module.
 """
 
 import datetime

@@ -17,7 +17,7 @@ from minitri.core.errors import InputError, check_unicode, explain, shorten
 from minitri.text.sandbox import Sandbox
 from minitri.text.special_tokens import SpecialTokens, control_tokens
 
-_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # first those that are their own byte
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # letters equal to their byte first
 BYTES = dict(zip(_LETTERS, sorted(range(256), key=lambda n: chr(n) not in _LETTERS), strict=True))
 """Bytes by the letters that stand for them in byte-level vocabularies."""
 SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB

@@ -65,7 +65,7 @@ class TreeShape:
 
 @cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The shape of a plan's tree: 4 sequences for "4x3", the best tree of 16 nodes for "16"."""
+    """The shape of a plan's tree: 4 sequences for "4x3", the best tree of 16 guesses for "16"."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)

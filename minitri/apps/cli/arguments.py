@@ -27,9 +27,9 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
-"""Flags that are no fields; short names of flags, and topics; of each program the flags by heading,
-and other defaults; full headings, and those of which only one flag may be given; arguments of one
-program or heading; flags that need others, or that a method ignores; those of --help-all alone."""
+"""By key: `flags` that are no fields; `short` names; `topics`; flags of `programs` by heading;
+their `defaults`; full `titles`; `exclusive` headings, one flag each; `arguments` of a program or
+heading; what a flag `needs`; flags `unused` by a method; `rare` ones, in --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
@@ -143,7 +143,7 @@ class OneLineParser(argparse.ArgumentParser):
             if flag in given:
                 log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
         for settings in self.classes:
-            taken(settings, args)  # checks itself
+            taken(settings, args)  # raises if bad
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
@@ -187,7 +187,7 @@ class GrammarFlag(argparse.Action):
 
 def options_of(field: "dataclasses.Field[Any]", settings: type[Any]) -> dict[str, Any]:
     """Arguments of `add_argument` for a field of a settings class."""
-    # Without a flag of sampling the model's files decide, or the neutral value.
+    # None: not given, so the model's files decide, or `USUAL` of hf_config.py.
     default = None if settings is SamplingParams else field.default
     texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
     text = texts[field.name].removesuffix(".")
@@ -232,5 +232,5 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def speculation_of(args: argparse.Namespace, temperature: float = 0) -> SpeculationConfig:
     """Speculation settings by the flags. Raises `InputError`.
-    The autotuner uses measured times only for greedy texts without --seed."""
+    Greedy texts without --seed always let the autotuner use measured times."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

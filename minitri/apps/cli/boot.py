@@ -87,7 +87,7 @@ def start_run(
         generation=taken(GenerationConfig, args),  # all but each Request's own
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # those of --load-kv: a run has all others
+        if held := engine.held_tokens:  # from --load-kv: the run took any others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run

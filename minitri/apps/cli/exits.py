@@ -38,8 +38,8 @@ def program(
             from minitri.core.log import log
             from minitri.devices.parallel.ranks import join
 
-            os.getcwd()  # noqa: PTH109  # a library of PyTorch aborts where the folder was deleted
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
+            os.getcwd()  # noqa: PTH109  # raises if the folder is gone, where PyTorch would abort
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # ignored at the end
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
             parser = build_parser()
@@ -50,7 +50,7 @@ def program(
             if log.disabled:
                 _mute()
             args = parser.parse_args(argv)
-            args.in_flags = parser.in_flags
+            args.in_flags = parser.in_flags  # for jsonl.py
             args.quiet |= log.disabled
             log.handlers = [logging.StreamHandler(SimpleNamespace(write=tell, flush=int))]
             level = "DEBUG" if args.verbose else "INFO"

@@ -19,7 +19,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 def find_prompt(args: Namespace) -> tuple[str, str, int | None]:
     """The prompt by flags, from a pipe or the demo; a phrase on its source; tokens to cut it to.
     Raises `InputError`."""
-    prompt = args.text if args.prompt is None else args.prompt
+    prompt = args.text if args.prompt is None else args.prompt  # TEXT is --prompt's short form
     if prompt is not None:
         return read_prompt(None, prompt), "", None
     file = args.prompt_file

@@ -43,7 +43,7 @@ def where(model: "Llama") -> dict[str, str]:
 
 
 def progress_bar(args: Namespace, **settings: Any) -> Any:
-    """A bar with the time to go, at a terminal; else, as in a log, a line every 10 seconds."""
+    """A tqdm bar with these `settings`; where no terminal shows it, a log line every 10 seconds."""
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     if not sys.stderr.isatty():

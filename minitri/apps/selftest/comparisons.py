@@ -128,7 +128,7 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
 def run_test(
     engine: Engine, prompts: list[list[int]], speculation: SpeculationConfig, args: Namespace
 ) -> dict[str, float]:
-    """Tests samples of a method after the prompts; returns a p-value for every score."""
+    """p-values, by score and kind of token, that texts of `speculation` follow the model's p."""
     sampling = taken(SamplingParams, args)
     generation = GenerationConfig(LENGTH, ignore_eos=True)
     requests = [

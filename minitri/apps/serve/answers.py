@@ -218,7 +218,7 @@ class ResponseWriter(Writer):
             yield self._event(status)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """Makes the next event of the stream, by default about the whole response."""
+        """The stream's next event, `response.{kind}`, with `fields` or else the whole response."""
         content = {"type": f"response.{kind}", "sequence_number": self._number}
         content |= fields or {"response": self._head}
         self._number += 1

@@ -41,9 +41,9 @@ class RetrievedRow:
 
     budget: int  # slots for tokens of the full cache
     num_overwritten: int
-    """Slots, from slot 0 on, that new tokens have overwritten since the last build. Until the first
-    build it starts at the number of sinks, which so stay in the first slots."""
-    num_committed: int = 0  # length of the text so far, copied or left out by a build
+    """Slots, from slot 0 on, that new tokens have overwritten since the last build. Before the
+    first build it counts the sinks too, so that these stay in the first slots."""
+    num_committed: int = 0  # tokens of the text copied here, or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
     is_selected: bool = False  # whether chunks were selected in the target's latest pass
 
@@ -165,7 +165,7 @@ class RetrievalCache(Cache):
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
         """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last.
-        By the observed queries and `query_HD`; sinks and recent tokens are always kept."""
+        The policy scores them by the latest queries and `query_HD`; sinks and recent ones stay."""
         if layer in self._windowed:
             return
         M = self._settings.chunk_size

@@ -45,7 +45,7 @@ class Autotuner:
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
         self.wants_retrieval = all("retrieval" in plan.proposers for plan in plans)
-        """Whether the retrieval cache is to be built; without, plans that use it cost that, too."""
+        """Whether to build the retrieval cache; if not, plans that use it also pay for that."""
         # Steps since a stage was used, minus those that must pass before it gets a bonus.
         self._num_unused = dict.fromkeys(FIRST_RATES, -PATIENCE)
         self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
-        """Chooses the plan of the next step, by predicted tokens per second of decoding. Before the
-        first step with the retrieval cache comes one by `plans[0]`: its pass selects the chunks."""
+        """The plan of the next step, by predicted speed. Before the first that uses the retrieval
+        cache, if some do not, comes `plans[0]` once: its pass of the target fills the cache."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
@@ -105,7 +105,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens per second, with the bonus of unused stages, less seconds to set up."""
+        """Predicted tokens per second: more if a stage was long unused, less by its `setup`."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)

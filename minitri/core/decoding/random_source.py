@@ -96,5 +96,5 @@ class CoupledSource(RandomSource):
         return torch.stack([self.keys(b, start + places_N) for b, start in enumerate(starts)])
 
     def keys(self, b: int, positions: Tensor) -> Tensor:
-        """Noise keys, int64, of these positions in the text of row b."""
+        """Keys, int64, from which Gumbel noise at these positions of row b's text is computed."""
         return noise_keys(self._by_row.get(b, 0), positions)

@@ -36,7 +36,7 @@ def probs_from_logits(logits_NV: Tensor, sampling: SamplingParams) -> Tensor:
 
 def probs_by_tensor(logits_BNV: Tensor, sampling: SamplingParams, numbers_B3: Tensor) -> Tensor:
     """Next-token distributions (B, N, V) of logits, without a host sync, for captured CUDA graphs.
-    `sampling` says which filters are on, row b of `numbers_B3` (as `.numbers`) how strong."""
+    `sampling` says top-k and which filters act; `numbers_B3`: temperature, top-p, log min-p."""
     temperature, top_p, log_min_p = numbers_B3.T[..., None, None]  # each (B, 1, 1)
     numbers = (temperature.to(logits_BNV.dtype), top_p, log_min_p.to(logits_BNV.dtype))
     probs_BNV = filtered_probs(logits_BNV, sampling, numbers, sort_all=True)
@@ -70,7 +70,7 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """Next-token distributions (N, V) for a temperature above 0; no host sync with `sort_all`."""
+    """Distributions (N, V). `numbers`: temperature > 0, top-p, log min-p. `sort_all`: no sync."""
     top_k, has_top_p, has_min_p = sampling.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
@@ -156,7 +156,7 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """Like `gumbel_scores`, by noise of the whole vocabulary, without a host sync."""
+    """log p + Gumbel noise, (..., V) float64, computed for the whole vocabulary: no host sync."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
@@ -172,7 +172,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """Noise keys of a seed at positions; hash(seed + position) would share keys between seeds."""
+    """Keys, int64, of the noise at positions; hash(seed + position) would repeat at seed + 1."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 

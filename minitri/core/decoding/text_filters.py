@@ -106,7 +106,7 @@ class TextFilters:
         return tokens
 
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Applies bias and penalties of repetition, in vLLM's order, with OpenAI's meaning."""
+        """Adds bias and penalties to logits in place; row n follows the text and `paths[n]`."""
         counted = paths if self._counts_output else []
         V = logits_NV.shape[1]  # a drafter's vocabulary may be smaller
         guessed = [(n, token) for n, path in enumerate(counted) for token in path if token < V]
@@ -152,8 +152,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and place of its block, the guesses between committed text and that place.
-    The first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
+    """For each row and output n of its block, the tokens before it that the row's filters lack:
+    the last are `block[:n]`, in a tree those at `above[n]`. Inactive or unfiltered rows get []."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

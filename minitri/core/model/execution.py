@@ -48,14 +48,14 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; `minitri/devices` sets it when the model is loaded."""
+    """How a model is computed; `devices/` (on a CPU `use_kernels`) sets it at loading."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # of a step: threads
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a step
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # replace those of verification.py
-    draft_round: "Round | None" = None  # all passes of a draft model's round in one call
+    draft_round: "Round | None" = None  # a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device

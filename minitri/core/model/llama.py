@@ -101,8 +101,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V are written into the cache.
         Call `cache.advance` with the tokens to keep. For `mask_TT` see `attention.py`.
-        `queries_LBTHD` gets rotated queries of the block's last tokens. With `is_prompt` blocks
-        are computed like long ones: to the bit, K and V do not depend on the chunks."""
+        `queries_LBTHD` gets rotated queries of the block's last tokens. With `is_prompt`
+        short blocks are computed like long ones: K and V have the same bits in any chunks."""
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, mask_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
@@ -238,7 +238,7 @@ def make_norm(width: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:
 
 
 class WideNorm(RMSNorm):
-    """RMSNorm that rounds its product with the float32 weights alone."""
+    """RMSNorm in float32, with float32 weights; only the result is rounded to the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float()).to(x.dtype)

@@ -184,8 +184,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """One row of an offloaded cache, up to a length, as the cache of layer-major prefill.
-    A layer reads all blocks, whose K and V stay in its buffer, before the next one begins."""
+    """The first tokens of one row of an offloaded cache, while a prompt is read layer by layer:
+    a layer reads all chunks, whose K and V stay in its buffer, before the next layer begins."""
 
     is_hosted = True
 

@@ -34,7 +34,7 @@ class Demand:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens of a row without its output: of the longest prompt, or the reserve."""
+        """Tokens of the longest prompt, or those of `GenerationConfig.reserve` if they are more."""
         return max(*self.shape.prompt_lengths, self.shape.generation.reserve)
 
     @property
@@ -63,8 +63,7 @@ class Demand:
 
     @property
     def num_weight_bytes(self) -> int:
-        parts = self.parts(0)
-        return parts["weights"] + parts["weights that only propose"]
+        return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by their use, with the KV cache of `on_chip` layers there."""
@@ -74,7 +73,7 @@ class Demand:
         if self.drafter:
             proposing += num_weights(self.drafter) * self.itemsize
         # Layer-major prefill keeps the hidden states of the whole prompt.
-        hidden_states = self.num_tokens * config.hidden_size * self.itemsize
+        hidden = bool(hosted) * self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": self.weight_bytes or num_weights(config) * self.itemsize,
             "weights that only propose": proposing,
@@ -82,8 +81,8 @@ class Demand:
             "staging buffers": min(hosted, 2) * self.kv_layer
             + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(),
-            "activations": self._activations(self.shape.generation.prefill_chunk, SAMPLING)
-            + (hidden_states if hosted else 0),
+            "activations": hidden
+            + self._activations(self.shape.generation.prefill_chunk, SAMPLING),
             "captured passes": self.captures * self._activations(0, CAPTURED),
             "reserve": RESERVE,
         }

@@ -247,7 +247,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
     Returns views of these to fill, by the file's names. `places` has the views of weights that
     tensors fill. If q, k and v have different forms, the fused projection becomes three; tensors of
     other fused projections must have one form, or be fused in the file."""
-    names_at: dict[int, list[str]] = {}  # names of tensors by the memory that they fill
+    names_at: dict[int, list[str]] = {}  # by memory: a fused layer's parts have other names than it
     for name, place in places.items():
         names_at.setdefault(place.untyped_storage().data_ptr(), []).append(name)
     todo = [

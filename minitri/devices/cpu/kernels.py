@@ -198,7 +198,7 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs the kernel of this name. Raises `MemoryError` or `RuntimeError` if it fails."""
+        """Runs a `KERNEL` of kernels.cpp by its name. Raises `MemoryError` or `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:
@@ -256,7 +256,7 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
 
 
 def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | None = None) -> bool:
-    """Whether a tensor is a matrix (N, E) as kernels read it: quantized, or plain of this dtype."""
+    """Whether kernels can read a tensor as a matrix (N, E) of this `Form`; `dtype`: if plain."""
     is_plain = form == Form.PLAIN
     wanted = (dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
     is_whole = weight.is_contiguous() and (is_plain or E % GROUP == 0)
