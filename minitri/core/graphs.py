@@ -41,8 +41,7 @@ class GraphPool:
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
         """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
         one if `is_capturing` (`InputError` if that fails), else calls the function as it is."""
-        shapes = tree_map(lambda it: (it.shape, it.dtype), inputs)
-        key = function, *constants.values(), shapes
+        key = function, *constants.values(), tree_map(lambda it: (it.shape, it.dtype), inputs)
         function = functools.partial(function, **constants)
         if self.is_capturing and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -51,7 +50,8 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures the function over copies of example inputs, best the largest of all first."""
+        """Captures the function over copies of example inputs. Raises `InputError`.
+        Best the largest first: smaller ones then need no memory of their own."""
         statics = self._shared("input", examples)
         try:
             replay, output = self.record(lambda: self._shared("output", function(*statics)))
