@@ -9,32 +9,32 @@ A first program:
             if isinstance(event, minitri.Token):
                 print(event.text, end="", flush=True)
 
-What an engine does; all take the same keywords, and texts or lists of token ids:
+What an engine does; a prompt is a text or a list of token ids:
 
-    engine.generate(prompt)          events of a run: PrefillProgress, Token, at the end an End;
-    engine.generate([a, b])          of several prompts, which events name by `row`
+    engine.generate(prompt)          a run: yields events, PrefillProgress, Token, at last an End
+    engine.generate([a, b])          the same for several prompts, which events number by `row`
     engine.chat(messages)            the same for [{"role": "user", "content": "Why?"}, ...]
     run.result(), run.results()      the whole output of a run: a Completion, or one per prompt
-    engine.complete(prompt)          its Completion at once: text, tokens, finish_reason, seed
+    engine.complete(prompt)          a Completion at once: text, tokens, finish_reason, seed
     engine.agenerate(...), achat     `async for event in ...`: many at once share a batch
     engine.stream(requests)          any number of minitri.Request(prompt, temperature=0.7, ...)
-    engine.open()                    a run that takes more requests as it goes: see Generation
+    engine.open()                    a run that takes more requests by Generation.submit
     engine.score(text)               log-probabilities of the tokens of a text, a tensor
     engine.tokenizer                 encode(text), decode(ids), encode_chat(messages)
-    engine.save_kv(file), load_kv    keep K and V of the last text over a restart
+    engine.save_kv(file), load_kv    keep the KV cache of the last text over a restart
     engine.close()                   frees everything; `with` does it
 
-Keywords are the fields of SamplingParams (temperature, grammar=minitri.Grammar("regex", "[0-9]+"),
-...), of GenerationConfig (max_new_tokens, stop, logprobs, ...) and of SpeculationConfig (method,
-coupled, ...), which can be given whole, as `sampling=`, `generation=` and `speculation=`, too, and
-json_schema=. Sampling is by default as the model recommends, else temperature 0.7 and top-p 0.9,
-as in all programs (`engine.sampling_defaults`); temperature=0 is greedy, as is a Request that does
-not say. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with the beginning of
-the last text is not read again: put the document first and the question last. help(minitri.Engine)
-has more.
+Keywords of generate, chat, complete, agenerate and achat are `seed`, `json_schema`, and the fields
+of SamplingParams (temperature, grammar=minitri.Grammar("regex", "[0-9]+"), ...), GenerationConfig
+(max_new_tokens, stop, logprobs, ...) and SpeculationConfig (method, coupled, ...), each of which
+can also be given whole, as `sampling`, `generation` or `speculation`. Sampling is by default as
+the model's files recommend, else at temperature 0.7 and top-p 0.9 (`engine.sampling_defaults`);
+temperature=0 is greedy, the default of a Request. Without a seed one is drawn: `Completion.seed`.
+Tokens that a prompt shares with the beginning of the last text are not read again: put a document
+first and the question last. help(minitri.Engine) has more.
 
-load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError.
-Drafter and Policy are protocols for objects of your own.
+help(minitri.load) says how to choose files and devices; MODELS has the named models. Drafter and
+Policy are protocols for objects of your own that guess, or retrieve. Bad input raises InputError.
 """
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
@@ -65,7 +65,7 @@ __all__ += ["Stats", "Token", "load"]
 
 _HOMES = "core.errors core.settings core.config core.stats text.grammar files.named_models "
 _HOMES += "core.requests core.drafters.plugin core.caches.policies core.generation engine loader"
-"""Modules of the names; from core.drafters on, importing one takes seconds."""
+"""Modules where a name is looked up, in this order; from core.drafters on they import PyTorch."""
 
 
 def __getattr__(name: str) -> object:

@@ -13,20 +13,18 @@ from minitri.core.errors import InputError
 HELP_FILE = f"{os.path.dirname(__file__)}/apps/help.txt"  # noqa: PTH120
 with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
     HELP = file.read().partition("\nminitri ")[0]
-PROGRAMS = {  # the module of each, which has a `main`
+PROGRAMS = {  # name of a program: its module in minitri, which has a `main`
     "generate": "generate",
     "plan": "apps.plan",
-    "bench": "apps.bench",
     "chat": "apps.chat.chatting",
     "serve": "apps.serve.serving",
     "selftest": "apps.selftest.selftesting",
-    "audit": "apps.audit.auditing",
     "score": "apps.cli.scoring",
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program that the first word names, or `generate`."""
+    """Runs the program that `argv` begins with, or `generate`; None: the command line's words."""
     argv = sys.argv[1:] if argv is None else argv
     with clean_exits():
         if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin.isatty()):

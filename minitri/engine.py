@@ -30,16 +30,16 @@ from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
 
 LEAST_ROOM = 4096
-"""Default room of a row, in tokens, in a run that takes requests while it goes on (`open`)."""
+"""Tokens, prompt and output, that a row of an open run has room for unless more are reserved."""
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """A model and its tokenizer, ready to generate any number of times, one run after another.
+    """A model and its tokenizer, ready to generate any number of times.
 
-    Until `release` an engine keeps caches and captured graphs of the last run: prompts of the next
-    run reuse K and V of beginnings that they share with the last texts. Some attention kernels
-    split a cache by its size, so the last bits may depend on how long earlier texts were. Threads
-    may share an engine, which computes for one at a time; a forked process cannot use it."""
+    Until `release` an engine keeps KV caches and CUDA graphs of the last run: the next prompts
+    reuse K and V of beginnings that they share with its texts. Some attention kernels split a cache
+    by its size, so the last bits of logits may depend on how long earlier texts were. Threads may
+    share an engine, which computes for one at a time; a forked process cannot use it."""
 
     def __init__(
         self,
@@ -50,15 +50,16 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: Drafter | None = None,
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:
-        """Makes an engine; models `draft` and `retrieval_model`, or a `drafter`, guess tokens."""
+        """Makes an engine of a target `model`. `drafter` or else `draft` guesses tokens, as does
+        `retrieval_model` (None: the target) with a small part of the target's KV cache."""
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
-        """Sampling that the model's files recommend, by default for all but a `Request`."""
-        self.snapshot_note = ""
+        """Default sampling, as the model's files recommend; that of a `Request` is greedy."""
+        self.snapshot_note = ""  # that of `save_kv`, in the file that `load_kv` has read
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, TreeLevel))
         self._memory: MemoryPool | None = pool
-        # Refers to no engine, so that one which nobody needs is freed at once.
+        # The function refers to no engine, so that an engine that nobody needs is freed at once.
         self._worker = Worker(lambda shape: open_run(pool.fitting(shape), pool, tokenizer))
 
     def __repr__(self) -> str:
@@ -81,10 +82,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def models(self) -> Models:
+        """All loaded models: the target, and those that guess."""
         return self._pool.models
 
     @property
     def model(self) -> Llama:
+        """The loaded target, whose distribution texts follow."""
         return self.models.target
 
     def generate(
@@ -94,16 +97,16 @@ class Engine(AbstractContextManager["Engine"]):
         seed: int | Sequence[int] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Starts a run over one prompt or several; each is a text or a list of token ids.
+        """Starts a run over one prompt or several, each a text or a list of token ids.
 
         `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
         or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
-        greedy), `generation` and `speculation` (False turns guessing off). `json_schema` is a
-        dictionary, JSON, or a class of pydantic, and stands for `grammar`. A `seed` gives row b the
-        seed `seed + b`. Without one each row draws a seed, reported by its `End`, and the autotuner
-        uses measured times. A row's tokens depend on its own prompt and seed alone, up to rounding;
-        but at a temperature above 0, uncoupled, with method or gammas not set, rows share the
-        autotuner's choices. Raises `InputError` before any work."""
+        greedy), `generation` and `speculation` (False turns guessing off). `json_schema`, a
+        dictionary, JSON, or a class of pydantic, stands for `grammar`. A number as `seed` gives
+        prompt b `seed + b`, a list one each. Without it seeds are drawn, see `End.seed`, and the
+        autotuner uses measured times. A text depends on its own prompt and seed alone, up to
+        rounding; but at a temperature above 0, uncoupled, with method or gammas not set, prompts
+        share the autotuner's choices. Raises `InputError` before any work."""
         sampling, generation, speculation = self._merge(**settings)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
@@ -111,19 +114,19 @@ class Engine(AbstractContextManager["Engine"]):
         return self._run(requests, generation, speculation)
 
     def chat(self, messages: Messages, **settings: Any) -> Generation:
-        """Starts a run over the answer to messages or a text: see `Tokenizer.encode_chat`."""
+        """Starts a run that answers messages, see `Tokenizer.encode_chat`; else as `generate`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
-        """Generates the whole output for one prompt; `settings` as for `generate`."""
+        """Generates and returns the whole output for one prompt; `settings` as in `generate`."""
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
         """Generates text after one prompt for asyncio: yields events; `settings` as in `generate`.
 
-        A thread computes; concurrent calls are rows of one batch, at most `MAX_ROWS` at a time.
-        Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
-        autotuner uses measured times. Raises `InputError` at the first event."""
+        A thread computes. Concurrent calls are rows of one batch, at most 8 at a time; one that
+        needs other settings of a run, or more room, waits for the others to end. Leaving the loop
+        ends a text; a seed repeats it if `coupled`. Raises `InputError` at the first event."""
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
         job = Job([request], shape)
         worker.submit(job)
@@ -134,18 +137,18 @@ class Engine(AbstractContextManager["Engine"]):
             job.is_cancelled = True
 
     def achat(self, messages: Messages, **settings: Any) -> AsyncGenerator[Event, None]:
-        """Answers messages for asyncio, see `agenerate`. Raises `InputError` for wrong messages."""
+        """Answers messages, as `agenerate` continues a prompt; raises `InputError` at once."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of a text's tokens but the first, before all filters.
-        (N - 1,) float32 on the CPU, for N tokens. Raises `InputError`, also where there is no room
-        for K and V next to those that the engine holds; `release` frees these."""
+        """Natural log-probabilities of a text's N tokens but the first, by logits without filters:
+        (N - 1,), float32 on the CPU. Raises `InputError`, also where memory has no room for K and V
+        of the text next to the KV caches that the engine keeps; `release` frees these."""
         end = self.scoring(text).result()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
     def scoring(self, text: Prompt) -> Generation:
-        """Starts a run that reads a text: its `End` has the `prompt_scores`. See `score`."""
+        """Starts a run that scores a text, see `score`: its `End` has the `prompt_scores`."""
         ids = encode_prompt(text, self.tokenizer)
         check_prompt(ids, self.config, 0)
         if len(ids) < 2:
@@ -166,9 +169,9 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Generation:
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
-        Events name requests by their numbers, from 0. `settings` are those of the run, such as
-        `method`, or `generation` and `speculation`. Raises `InputError` before any work, naming the
-        request."""
+        The `row` of an event is the request's number, from 0. `settings` are those of the run: a
+        field such as `method`, or `generation` and `speculation`. Raises `InputError`, which names
+        the request, before any work."""
         check_run(batch_size, settings)
         _, generation, speculation = settings_of(SamplingParams(), **settings)
         requests = list(requests)
@@ -179,10 +182,10 @@ class Engine(AbstractContextManager["Engine"]):
     def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
         """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
-        `settings` are those of `generate`; a row has room for `reserve` tokens, by default 4096 or
-        the context. On a GPU all run slower while one has another top-k or kinds of filters than
-        `sampling`. A request that fails ends alone: see `End.error`. Raises `InputError` without
-        room."""
+        `settings` are those of `stream`, and `sampling`. A row has room for `reserve` tokens of
+        prompt and output, by default 4096 or the context. On a GPU all requests run slower while
+        one differs from `sampling` in top-k, or in whether it has top-p or min-p. A request that
+        fails ends alone, see `End.error`. Raises `InputError` if memory has no room."""
         check_run(batch_size, settings)
         most = self.config.context_length
         sampling, generation, speculation = self._merge(**settings)
@@ -195,7 +198,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _merge(
         self, sampling: SamplingParams | None = None, json_schema: Any = None, **settings: Any
     ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
-        """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
+        """Settings by keywords of `generate`; `sampling` is by default `sampling_defaults`."""
         if json_schema is not None:
             if settings.get("grammar") is not None:
                 raise InputError("json_schema and grammar are both given; leave one of them out")
@@ -210,7 +213,7 @@ class Engine(AbstractContextManager["Engine"]):
         speculation: SpeculationConfig,
         batch_size: int | None = None,
     ) -> Generation:
-        """Starts a run: `batch_size` requests at a time, as memory allows; None: all at once."""
+        """Starts a run of `batch_size` rows, or fewer if memory is short; None: one per request."""
         states = prepare_all(requests, self.model, self.tokenizer)
         # Without given seeds the autotuner may use measured times; programs set `timed` themselves.
         if all(request.seed is None for request in requests):
@@ -218,8 +221,7 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        # Graphs are captured with filters of one request: above temperature 0, if any, as greedy
-        # rows can use any graph.
+        # CUDA graphs have filters of one request, sampled if any is: greedy rows use any graph.
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
@@ -246,34 +248,34 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def held_tokens(self) -> list[int]:
-        """Tokens of the longest text whose K and V are kept from the last run or a snapshot."""
+        """Token ids of the longest text kept from the last run, or else of `load_kv`'s file."""
         return list(self._pool.held.tokens) if self._pool.held else []
 
     def save_kv(self, path: str | bytes | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of the longest kept text to a file; returns its number of tokens."""
+        """Writes K and V of `held_tokens`, and a note, to a file; returns the number of tokens."""
         with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
             return write_snapshot(Path(os.fsdecode(path)), held, self.model, note)
 
     def load_kv(self, path: str | bytes | os.PathLike[str]) -> int:
-        """Opens a file that `save_kv` wrote; prompts reuse its K and V until `release`.
-        Returns its number of tokens; sets `snapshot_note`. Raises `InputError` if it is unfit."""
+        """Reads a file that `save_kv` wrote; prompts that begin like its text reuse its K and V
+        until `release`. Returns its number of tokens. Raises `InputError` for any other file."""
         held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), self.model)
         self._pool.snapshot = held
         return len(held.tokens)
 
     def open_kv_store(self, folder: str, num_bytes: int) -> None:
-        """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
+        """Shares K and V of prompts by a folder of at most `num_bytes`, until `release`."""
         self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:
-        """Frees the caches and graphs that are kept between runs."""
+        """Frees what is kept between runs: KV caches, graphs, `load_kv`'s file, the KV store."""
         with self.models.lock:
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, after a step at most, and frees all; later calls raise `InputError`."""
+        """Ends all runs, after the current step, and frees all; later calls raise `InputError`."""
         memory, self._memory = self._memory, None
         if memory is None:
             return
@@ -284,6 +286,6 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def open_run(shape: MemoryShape, pool: MemoryPool, tokenizer: Tokenizer) -> Generation:
-    """Starts a run of this shape that takes requests until it is closed."""
+    """Starts a run with memory of this shape, which takes requests until it is closed."""
     make = partial(prepare, model=pool.models.target, tokenizer=tokenizer)
     return Generation([], shape, pool, make)

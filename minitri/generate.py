@@ -1,8 +1,7 @@
 """The program `minitri generate`, or `python -m minitri.generate`: continues a text.
 
-Text, or with --json one JSON object, goes to standard output, everything else to standard error.
-Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
-"""
+Texts, or with --json objects of JSON, go to standard output, everything else to standard error.
+Exit codes: 0 done, 2 bad input, or no memory or disk (one line), 130 interrupted; 1 is a bug."""
 
 if __name__ == "__main__":  # before long imports: from here on Ctrl-C is answered by a line
     import sys
@@ -28,7 +27,7 @@ from minitri.text.prompt_ids import next_seed
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The parser of `minitri generate`: flags of `apps/flags.json`, and one of its own."""
+    """The parser of `minitri generate`: flags by `apps/flags.json`, and --list-models."""
     parser = arguments.OneLineParser("generate")
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
     return parser
@@ -51,7 +50,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def several(run: "minitri.Generation", args: argparse.Namespace) -> int:
-    """Writes several texts after one prompt, each when it is done."""
+    """Prints the --n texts after one prompt, each when it has ended; returns the exit code, 0."""
     for end in (event for event in run if isinstance(event, End)):
         log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
         text = {"index": end.row, **answer(run.rows[end.row])}
@@ -60,7 +59,7 @@ def several(run: "minitri.Generation", args: argparse.Namespace) -> int:
 
 
 def one(run: "minitri.Generation", args: argparse.Namespace, engine: "minitri.Engine") -> int:
-    """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
+    """Prints the run's only text as it grows, or its --json report; returns 0, 130 if stopped."""
     if args.color and not args.json:
         log.info(LEGEND)
     print_stream(run, args, engine.config, show=not args.json)

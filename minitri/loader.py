@@ -1,4 +1,4 @@
-"""The loader: makes an engine from the names of its models."""
+"""The loader: finds or fetches the files of models, checks and reads them, makes an engine."""
 
 import os
 from dataclasses import replace
@@ -28,18 +28,18 @@ def load(
 ) -> Engine:
     """Loads an engine: finds or fetches the files, reads config, tokenizer and weights.
 
-    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. `draft`
-    is, too, or `suffix`, which looks the last words up in the text, or `auto`: the drafter of a
-    named model, or `suffix`. `drafter` is an object of yours that guesses: see `minitri.Drafter`.
-    `dtype` is float32, bfloat16, float16 or auto (bfloat16 if it is fastest), `device` cpu, cuda,
-    cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
-    extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU), `dense`
-    has them in `dtype`; `auto` is native where the compiled kernels run.
-    `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
-    target's), a copy in `int4` or on a GPU `int8`, `drafter` (the draft model alone in int4), or
-    `auto`: with compiled kernels int4 for the draft model and, unless the target is quantized, for
-    a copy; on a GPU a copy if there is much room. `progress` draws bars. All ranks make the same
-    calls. Raises `InputError`."""
+    `model` is a name in `minitri.MODELS`, a folder, a GGUF file, or a hub repository ORG/NAME. So
+    is `draft`, a small model that guesses, or it is `suffix` (looks the last words up in the text)
+    or `auto` (the drafter of a named model, else `suffix`). `drafter`, an object of yours, guesses
+    in its place: see `minitri.Drafter`. `dtype` is float32, bfloat16, float16 or auto (the fastest
+    here), `device` cpu, cuda, cuda:N or auto, `attention` a GPU's backend for short blocks: triton,
+    flash, math or auto. `rope_scaling`, such as `yarn:4`, extends the context. `weights` of a GGUF
+    file are `native` (4 to 8 bits, on a CPU with compiled kernels), `dense` (in `dtype`) or `auto`:
+    native if possible. `draft_weights` guess with the retrieval cache: a copy of the target in
+    `int4` or, on a GPU, `int8`; the target's own for `same` and `drafter`; `auto` is int4 with
+    compiled kernels, unless the target is quantized, and on a GPU with much free memory. Compiled
+    kernels run a draft model in 4 bits, except for `same`. `progress` draws bars. All processes of
+    torchrun make the same calls. Raises `InputError`."""
     return OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
         draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,
@@ -56,11 +56,10 @@ def load(
 
 class OpenEngine:
     """An engine whose files are open: config and tokenizer are read, the weights not yet.
-
     So a program can check a prompt before the minutes that large weights take."""
 
     def __init__(self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any):
-        """Opens the models' files; `fields` are other arguments of `load`. Raises `InputError`."""
+        """Opens the models' files; `fields`: the other arguments of `load`. Raises `InputError`."""
         choice = ModelChoice(**fields)
         if drafter is not None:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):

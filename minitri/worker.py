@@ -1,8 +1,7 @@
-"""Worker: a thread that serves requests of other threads and of asyncio, as rows of one open run.
+"""Worker: a thread that serves requests of many asyncio tasks, as rows of one open run.
 
-The thread takes new jobs between two events of the run. A job that needs other settings waits until
-all others have ended. When a run fails, its jobs get the error, and later jobs a new run.
-"""
+The thread takes new jobs between two events of the run. A job that needs a run of another kind
+waits until all others end. When a run fails, its jobs get the error, and later jobs a new run."""
 
 import asyncio
 import contextlib
@@ -24,7 +23,7 @@ class Job:
     """Requests of one caller, with a queue of their events for the asyncio loop of the caller."""
 
     def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
-        """Makes a job of these requests; only jobs of an equal `kind` run at the same time."""
+        """A job for a run of this `kind`, which the worker's `open_run` takes; other kinds wait."""
         self.requests = requests
         self.kind = kind
         self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
@@ -40,7 +39,7 @@ class Job:
             self.is_cancelled = True
 
     async def events(self, patience: float | None = None) -> AsyncIterator[Event]:
-        """Yields the requests' events; `Idle` after `patience` seconds without. Raises errors."""
+        """Yields events of the requests, `Idle` after `patience` seconds of none; raises errors."""
         num_left = len(self.requests)
         while num_left:
             try:
@@ -55,10 +54,10 @@ class Job:
 
 
 class Worker:
-    """Runs jobs in a thread of its own, those of one kind at the same time."""
+    """Runs jobs in a thread of its own; jobs of one kind run at the same time, in one batch."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """Makes a worker; `open_run` opens a run for jobs of a kind, `run` is one for kind None."""
+        """Makes a worker; `open_run(kind)` opens a run for such jobs, `run` is open for None."""
         self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run
@@ -70,7 +69,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Queues a job, which then gets events until it is cancelled. Raises `FaultError`."""
+        """Queues a job, which then gets events. Raises `FaultError` if closed or stuck (`tick`)."""
         if self._num_quiet >= NUM_TICKS:
             raise FaultError(self.problem)
         self._waiting.append(job)
@@ -86,7 +85,7 @@ class Worker:
         report(FaultError(problem), *self._jobs.values(), *self._waiting)
 
     def tick(self) -> None:
-        """Called at equal intervals: after `NUM_TICKS` of them without an event all jobs fail."""
+        """To be called at equal intervals: after `NUM_TICKS` without an event all jobs fail."""
         self._num_quiet = self._num_quiet + 1 if self._jobs or self._waiting else 0
         if self._num_quiet == NUM_TICKS:
             self.give_up("the model makes no progress; ask again later")
@@ -95,7 +94,7 @@ class Worker:
         """Ends the run; jobs that have not ended get an error."""
         self._is_closed = True
         self._thread.shutdown()
-        del self._open  # with the models that it would open a run of
+        del self._open  # frees the models that it refers to
         report(FaultError(CLOSED), *self._jobs.values(), *self._waiting)
         self._end_run()
 
@@ -109,7 +108,7 @@ class Worker:
                 self._waiting.popleft()
             else:
                 self._step()
-        if self._kind:
+        if self._kind:  # the run for kind None stays open
             self._end_run()
 
     def _start(self, job: Job) -> None:
@@ -131,7 +130,7 @@ class Worker:
         return self._run
 
     def _step(self) -> None:
-        """Delivers the next event of the run; if the run fails, so do its jobs."""
+        """Queues the run's next event for its job; if the run fails, so do its jobs."""
         assert self._run
         jobs = self._jobs
         try:

@@ -20,11 +20,10 @@ ROOMS = {
     "text": (855, {"core", "text"}),
     "files": (1_770, {"core", "devices", "text", "files"}),
     "trees": (330, {"core", "trees"}),
-    "": (755, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_140, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "": (750, {"core", "devices", "text", "files", "trees", ""}),
+    "apps": (3_705, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
-"""Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
-goal for all is 110,000 tokens."""
+"""Of each folder of the package, "" being its top: the most lines, and the rooms it may import."""
 ENTRIES = {"generate.py", "__main__.py"}
 """Start programs, so they alone import `apps` from above."""
 FOREIGN = ("tokenizers", "sentencepiece", "safetensors", "jinja2", "huggingface_hub", "numpy")
@@ -117,10 +116,10 @@ def test_all_of_it_is_short_enough_to_read():
         for node in nodes_of(file, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
-    assert lines.total() <= 15_920
-    assert sum(map(num_tokens, FILES)) <= 113_400
-    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_060
-    assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
+    assert lines.total() <= 15_500
+    assert sum(map(num_tokens, FILES)) <= 110_000
+    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_000
+    assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 6_950
     assert sum(map(num_lines, (ROOT / "tests").rglob("*.py"))) <= 14_500
     assert (ROOT / "README.md").stat().st_size <= 9 * 1024
 

@@ -19,7 +19,7 @@
 # failed, at most 100.
 #
 # Nothing is fetched. For real weights MODEL names a model (default: smollm2-135m) and DRAFT its
-# drafter; or PIECES, say build/pieces, has what tools/weight_pieces.py wrote.
+# drafter.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 PIP_NO_INDEX=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 KINETO_LOG_LEVEL=99
@@ -87,7 +87,7 @@ call_first() {
     part "environment" 150 python3 -c "$ENVIRONMENT"
     part "boot checks" 100 python3 -c "$CHECKS" $device
     tests "engines" 110 tests/gpu/test_engine_on_cuda.py
-    part "7B on chip" 250 python3 -c "$ON_CHIP" --load dummy --device $device "${shape[@]}"
+    part "7B on chip" 250 python3 -c "$ON_CHIP" --device $device "${shape[@]}"
     part "kernel times" 110 python3 -m tools.bench.kernel_times "${times[@]}"
 }
 
@@ -98,15 +98,11 @@ call_second() {
         tokens=300 new=8
         shape=(--shape llama-68m --context 400 --context 300 --budget 64 --num-recent-tokens 16)
     fi
-    part "offload" 200 python3 -W default -m tools.bench --load dummy --json --method triforce \
+    part "offload" 200 python3 -W default -m tools.bench synthetic --json --method triforce \
         --device $device --max-new-tokens 8 "${shape[@]}"
-    if [[ -n ${PIECES:-} ]]; then
-        model=$(mktemp -d)
-        python3 -m tools.weight_pieces --join "$PIECES" "$model"
-    fi
     local how=(--model "$model" --draft "$draft" --device $device)
     part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens $new --json
-    part "methods" 100 python3 -m minitri bench --compare "${how[@]}" --max-prompt-tokens $tokens \
+    part "methods" 100 python3 -m tools.bench compare "${how[@]}" --max-prompt-tokens $tokens \
         --max-new-tokens $new --seeds 1 --json
     tests "oracles" 150 tests/devices/gpu_twins/test_attention_backends.py \
         tests/devices/gpu_twins/test_quantized_copies.py tests/gpu/test_graphs_on_cuda.py \
@@ -174,7 +170,7 @@ for name, hosted in (("copy on the device", False), ("from the host", True)):
     print(f"RESULT {name}: {copy_bandwidth(device, from_host=hosted) / 1e9:.1f} GB/s")
 '
 
-# Weights are made up once for all that is measured on chip, with the flags of tools.bench.
+# Weights are made up once for all that is measured on chip, with the flags of tools/bench/synthetic.py.
 ON_CHIP='
 import gc, json, sys, time, torch
 from torch.profiler import ProfilerActivity, profile
@@ -183,8 +179,7 @@ from minitri.core.memory import Models, computing
 from minitri.core.offload.streams import synchronize
 from minitri.core.prefill import prefill
 from minitri.devices.choose import retrieval_copy
-from tools.bench.__main__ import build_parser
-from tools.bench.synthetic import decode, fresh_session, random_model, setup_of
+from tools.bench.synthetic import build_parser, decode, fresh_session, random_model, setup_of
 
 args = build_parser().parse_args(sys.argv[1:])
 setup, [context] = setup_of(args), args.context

@@ -38,17 +38,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import demo_text
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.files.checkpoint import placements
+from minitri.files.hf_config import read_config
 from tools.flags import positive
-from tools.weight_pieces import described
 
 LONG = 1000  # tokens from which on a prompt is long
 NUM_LONGEST = 16  # first requests with the longest prompt: rows keep the memory they once took
 PATIENCE = 1800  # seconds of silence after which a request is lost
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "eos_token_id": [2],
+}
+"""Fields of the config.json of the tiny model."""
 
 
 @dataclass
@@ -202,12 +212,15 @@ def write_tiny(folder: Path, context: int) -> None:
     """A random Llama whose tokens are the characters of ASCII."""
     symbols = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *symbols])}
-    config = ModelConfig(2, 32, 64, 1, 1, 16, len(vocabulary), context, eos_token_ids=(2,))
-    places = placements(Llama(config, dtype=torch.float32, device=torch.device("meta")))
+    config = SHAPE | {"vocab_size": len(vocabulary), "max_position_embeddings": context}
+    model = Llama(read_config(config, "tiny"), dtype=torch.float32, device=torch.device("meta"))
     torch.manual_seed(0)
-    tensors = {name: 0.3 * torch.randn(it.shape) + ("norm" in name) for name, it in places.items()}
+    tensors = {
+        name: 0.3 * torch.randn(it.shape) + ("norm" in name)
+        for name, it in placements(model).items()
+    }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(described(config)))
+    (folder / "config.json").write_text(json.dumps(config))
     spelling = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     spelling.decoder = decoders.ByteLevel()

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from minitri import Request
-from minitri.apps.bench import compare, summarise
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
@@ -35,10 +34,11 @@ from minitri.core.decoding.verification import Emitted, Proposal
 from minitri.core.errors import InputError
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
+from tools.bench.compare import compare, summarise
 from tools.flags import picture
 from tools.paper.baselines.policies import speculation_with
 from tools.paper.continuation import Continuation
-from tools.paper.questions import hide
+from tools.paper.questions import NEEDLE_TOKENS, hide
 
 WINDOW, CHUNK, NUM_SINKS = 16, 8, 4
 """Tokens that ask together; tokens of a chunk; sinks."""
@@ -102,7 +102,7 @@ def draw_accepted(axes: Any, engine: Engine, novel: Continuation) -> str:
     """Draws how many guesses the target accepts after the text, and after a question about it."""
     prompt = novel.tokens[: novel.num_prompt]
     question = hide(engine.tokenizer, prompt, len(prompt), DEPTH, NUMBER)
-    answer = Continuation(engine, question.prompt, SamplingParams(), question.num_new)
+    answer = Continuation(engine, question.prompt, SamplingParams(), NEEDLE_TOKENS)
     num_digits = len(engine.tokenizer.encode(str(NUMBER)))
     budgets = [budget for budget in BUDGETS if budget <= len(prompt) // 3]
     cases = (("the text goes on", novel, NUM_SAID, "-"), ("a question", answer, num_digits, "--"))

@@ -1,7 +1,7 @@
 """Placement planner: `minitri plan` says what fits where and how fast it can be, loading nothing.
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
-them at boot, and milliseconds per token, as the autotuner predicts them. Cards are rows of
+them at boot, and milliseconds per token, as the autotuner predicts them. GPUs by name are rows of
 hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s.
 """
 
@@ -25,9 +25,9 @@ from minitri.devices.cpu.build import has_kernels
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config, on_disk
 from minitri.files.named_models import MODELS
 
-ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed, about the paper's
+ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed acceptance rates, about the paper's
 COLUMNS = "on_chip device_GiB host_GiB fits ms_alone ms_per_token speedup plan"
-REACHED = 0.8  # share of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; assumed
+REACHED = 0.8  # assumed share of a data sheet's GB/s in practice, as 25 of 32 for PCIe 4.0 x16
 
 
 class Site(NamedTuple):
@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 
 def site_of_row(row: str) -> Site:
-    """Reads a GPU from a row of `hardware.txt`, its speeds cut to what practice reaches."""
+    """Reads a GPU from a row of `hardware.txt`, with speeds as low as practice reaches."""
     name, gib, memory, link, tflops, source = row.split(None, 5)
     speeds = [REACHED * 1e9 * float(memory), 0.5e12 * float(tflops), REACHED * 1e9 * float(link)]
     return Site(name, float(gib), card(*speeds), f"{REACHED:.0%} of {source}")
@@ -55,14 +55,14 @@ def config_of(name: str) -> ModelConfig:
     if row := MODELS.get(name):
         return row.shape
     files = locate_config(name)
-    exits.import_pytorch()  # for files only
+    exits.import_pytorch()  # a named model needs no files
     from minitri.files.checkpoint import open_checkpoint
 
     return open_checkpoint(files.path).config(files.name)
 
 
 def demand_of(args: Namespace) -> Demand:
-    """Memory that a run needs on each GPU. Raises `InputError`."""
+    """Memory that a run by these flags needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     longest = config.context_length
     context = args.context or longest
@@ -81,7 +81,7 @@ def demand_of(args: Namespace) -> Demand:
 
 
 def site_of(args: Namespace) -> Site:
-    """The device to plan for: a GPU by the flags, or else this machine's GPU or CPU."""
+    """The device to plan for: by flags, or this machine's GPU, or CPU (then host_memory is 0)."""
     if args.gpu is not None:
         with explain(f"there is no --gpu {shorten(args.gpu, 60)}", "see --gpu list"):
             site = SITES[args.gpu]
@@ -139,8 +139,8 @@ def run_command(args: Namespace) -> None:
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """Row of the plan: GiB with K and V of `on_chip` layers on the device; ms per token."""
-    work = Workload(  # of each GPU at the end of the context
+    """Row of the table, by `COLUMNS`, with the KV cache of `on_chip` layers on the device."""
+    work = Workload(  # of each GPU, with a full context
         needs.config,
         needs.draft,
         needs.num_tokens,

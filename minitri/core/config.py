@@ -8,12 +8,12 @@ from minitri.core.fields import between, check_fields, one_of, refuse
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, scaled to longer contexts; the bounds keep all angles finite."""
+    """Settings of RoPE and of its scaling to longer contexts; the bounds keep all angles finite."""
 
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
     kind: str = one_of("default", "default", "linear", "llama3", "yarn", "longrope")
-    """Way of scaling."""
+    """Rule that scales frequencies to longer contexts; default: none."""
     factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
     original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
@@ -27,11 +27,11 @@ class RopeConfig:
     attention_factor: float | None = between(None, 1e-3, 1e3)
     """yarn, longrope: factor of cosines and sines. Default of yarn: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
+    """yarn: round the range of dimensions with mixed frequencies outwards to whole numbers."""
     frequency_divisors: tuple[float, ...] | None = None
-    """Divisors of all frequencies, which a file may store instead of a formula."""
+    """A divisor of each frequency, after `kind` has scaled it; some checkpoints store them."""
     rotary_dim: int | None = between(None, 2)
-    """How many of the numbers of a head of q or k rotate, the first ones. Default: all."""
+    """How many numbers of a head of q or k rotate: in checkpoints the first. Default: all."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,15 +63,15 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rms_norm_eps: float = between(1e-6, 1e-12, 0.1)  # added to the mean square in RMSNorm
     tie_word_embeddings: bool = False  # whether the LM head is the embedding table
-    attention_bias: bool = False  # of the q, k and v projections
+    attention_bias: bool = False  # whether the q, k and v projections add one
     bos_token_id: int | None = between(None, 0)  # beginning of a text
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text
-    name: str = "llama"  # for messages
+    name: str = "llama"  # of the model, in messages
     draft_of: str | None = None
     """Name of the target whose embedding table this drafter shares, if any."""
     head_size: int | None = between(None, 1)
     """With `draft_of`: number of most frequent tokens that the drafter's LM head covers."""
-    output_bias: bool | None = None  # of the o projection; None: if q, k and v have one
+    output_bias: bool | None = None  # whether the o projection adds one; None: if q, k, v do
     head_norm: bool = False  # RMSNorm of each head of q and k before RoPE, as in Qwen3
     joint_norm: bool = False  # RMSNorm of all of q, and of all of k, before RoPE, as in OLMo 2
     norms_before: bool = True  # there are norms before attention and MLP
@@ -81,7 +81,7 @@ class ModelConfig:
     embedding_scale: float = between(1.0, 1e-6, 1e6)  # factor of embeddings, as in Granite
     score_scale: float | None = between(None, 1e-6, 1e6)  # factor of q k; None: 1 / sqrt(head_dim)
     residual_scale: float = between(1.0, 1e-6, 1e6)  # factor of what attention and MLP add
-    logit_divisor: float = between(1.0, 1e-6, 1e6)  # of the LM head's output
+    logit_divisor: float = between(1.0, 1e-6, 1e6)  # divides the LM head's output
     unrotated_layers: tuple[int, ...] = ()  # numbers of layers without RoPE, as in SmolLM3
     sliding_window: int | None = between(None, 1)  # tokens seen in `sliding_layers`; None: all
     sliding_layers: tuple[int, ...] = ()  # numbers of layers with a sliding window
@@ -105,19 +105,19 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels, which know few options, compute this model."""
+        """Whether a GPU's fused kernels and a CPU's `draft_round` know all the model's options."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
         return self.has_kernels and not (is_scaled or self.unrotated_layers)
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the compiled CPU kernels compute this model."""
+        """Whether the compiled CPU kernels know all the model's options."""
         is_llama = self.norms_before and not (self.norms_after or self.wide_norms or self.geglu)
         return is_llama and not (self.joint_norm or self.window)
 
     @property
     def window(self) -> int:
-        """Tokens that `sliding_layers` see; 0 if that is the whole context, by the same RoPE."""
+        """Tokens that `sliding_layers` see; 0 if they are computed like all other layers."""
         window = self.sliding_window or 0
         is_idle = window >= self.context_length and not self.window_rope
         return 0 if is_idle or not self.sliding_layers else window

@@ -1,5 +1,5 @@
 """Exceptions of minitri, with messages of one line: what is wrong, what was got, what to do.
-Programs print an `InputError` and exit with 2; other exceptions out of minitri are bugs."""
+Programs print an `InputError` and exit with 2; others, but for the system's errors, are bugs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class FaultError(InputError):
 
 class NotFiniteError(ArithmeticError):
     """Error: logits or distributions of a row are not finite.
-    Its text says why the matcher of the row's grammar has failed, if that is the reason."""
+    Its message is empty, or says why the row's grammar failed, which makes its logits NaN."""
 
 
 def shorten(text: object, limit: int = 200) -> str:
@@ -35,7 +35,7 @@ def shorten(text: object, limit: int = 200) -> str:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises `InputError`, which calls the text `what`, for lone surrogates: bytes not in UTF-8."""
+    """Raises `InputError`, which names the text `what`, for lone surrogates (bytes not UTF-8)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

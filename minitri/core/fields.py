@@ -44,7 +44,7 @@ def expect(given: object, kind: type) -> None:
 
 
 def brief(settings: Any) -> str:
-    """A short `__repr__` for dataclasses: fields that differ from their defaults, values cut."""
+    """A short `__repr__` for dataclasses: fields not at their defaults, in 120 characters each."""
     shown = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -75,6 +75,6 @@ def check_fields(settings: Any) -> None:
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:
-    """Raises `InputError` about the field `name`; the `label` of its class begins the message."""
+    """Raises `InputError`: "NAME is VALUE; ADVICE" about a field, after the class's `label`."""
     got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
     raise InputError(f"{got}; {advice}")

@@ -37,7 +37,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         prepare: Callable[[int, Request], RequestState] | None = None,
     ) -> None:
         """Starts a run of the requests in `rows`, with memory of this `shape` from `pool`.
-        With `prepare`, which makes the state of a new request, it is open: see `submit`."""
+        With `prepare`, which makes a request's state, the run is open: `submit` adds requests."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
@@ -89,7 +89,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             self._end()
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
-        """Ends the run; with `is_kept` its memory returns to the pool, for reuse of K and V."""
+        """Ends the run. `is_kept`: the pool takes its memory; `was_interrupted`: by an error."""
         self._prefills.clear()
         if self._stack and is_kept:
             for b in self._scheduler.admitted:
@@ -216,7 +216,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield state.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, state: RequestState, new: Emitted) -> list[Any]:
-        """For each new token of row b its log-probabilities, if requested; raises a row's error."""
+        """Each new token's log-probabilities, () if not requested. Raises if the row got none."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""
@@ -227,7 +227,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return log_probs(new.logits_NV, new.tokens, num_top)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
-        """Ends row b if memory or finite numbers lack and the run is open; else raises `error`."""
+        """Ends row b of an open run if `error` is lack of memory or NaN; else raises `error`."""
         fault = fault_of(error, self._pool.models)
         if not (fault and self._prepare):
             raise error

@@ -50,7 +50,7 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures the function over copies of example inputs. Raises `InputError`.
+        """Captures a call on copies of `examples`; returns its replay. Raises `InputError`.
         Best the largest first: smaller ones then need no memory of their own."""
         statics = self._shared("input", examples)
         try:

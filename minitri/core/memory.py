@@ -35,7 +35,7 @@ from minitri.core.runner import DraftRunner, ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
-WORTH_COPYING = 64  # tokens that a prompt shares with an old text: copied to a larger new cache
+WORTH_COPYING = 64  # least shared tokens for which an old text is copied to a larger cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Memory:
     """KV caches, model runners and captured graphs of a run."""
 
     models: Models
-    shape: MemoryShape  # of the largest run that the memory serves
+    shape: MemoryShape  # of the run that allocated it; later ones need no more
     full: FullCache  # of the target
     prefix: PrefixCache  # finds texts that `full` still holds
     runners: dict[str, ModelRunner]  # models with their caches by stage, from the lowest upwards
@@ -174,7 +174,7 @@ def allocate(
 
 
 def free_host_bytes() -> float:
-    """Bytes of host memory that are free for us, page cache included."""
+    """Bytes of host memory that this process can still take, page cache included; inf: unknown."""
     free = [math.inf]
     with contextlib.suppress(OSError, IndexError, ValueError):
         _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
@@ -243,7 +243,7 @@ class MemoryPool:
         from being freed."""
 
     def acquire(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
+        """Kept or new memory; `prompts` decide if old texts are copied. Raises `InputError`."""
         kept = self._kept
         self._kept = self._latest = None
         if not kept or not self._can_run(kept, shape):
@@ -277,7 +277,7 @@ class MemoryPool:
 
     @property
     def held(self) -> HeldRow | None:
-        """The longest text of the last run whose K and V are kept, or the snapshot, if any."""
+        """The longest ended text whose K and V are kept between runs, else the snapshot, if any."""
         return (self._kept and self._kept.prefix.longest) or self.snapshot
 
     def clear(self) -> None:

@@ -67,23 +67,23 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """Layer-major `prefill` into a cache in host memory; yields how many tokens count as read.
-    Hidden states of all chunks stay on the device, K and V are copied once, to the host. Until the
-    last layer is done the row counts as empty; no other pass may run."""
+    """`prefill` into a cache in host memory, layer by layer; yields its progress, in tokens.
+    Hidden states of all chunks stay on the device, K and V are copied once, to the host. The row's
+    length grows after the last layer only; until then no other pass may run."""
     L = model.config.num_layers
     end = len(prompt) - 1
     starts = range(full.lengths[b], end, chunk)
     if not starts:
         return
     blocks = list[Block]()
-    queries = dict[int, Tensor]()  # by the numbers of chunks
+    queries = dict[int, Tensor]()  # by chunk, those that `watch` gets
     for start in starts:
         piece = prompt[start : min(start + chunk, end)]
         if watch and start + chunk > end - max_queries:
             queries[len(blocks)] = empty_queries(model, 1, min(max_queries, len(piece)))
         blocks.append(make_block(model, [piece], HostedRow(full, b, start)))
     chunks_BTE = [model.embed(block.tokens_BT) for block in blocks]
-    num_layers = 0  # of all chunks together
+    num_layers = 0  # done, summed over chunks
     for layer in range(L):
         for i, block in enumerate(blocks):
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once

@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """Makes a request; `fields` are also those of the two settings. Raises `InputError`."""
+        """`fields`: others, or those of `sampling` and `generation`. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:
@@ -113,13 +113,12 @@ NO_SPECULATION = SpeculationConfig("autoregressive")
 class RequestState:
     """One request in a run: its prompt ids, its tokens so far, and why it ended."""
 
-    number: int
+    number: int  # `row` in the events of this request
     request: Request
     prompt_ids: Tokens
     detokenize: Detokenizer = lambda _: ("", False)  # by default there is no text
-    make_filters: "Callable[[], TextFilters | None]" = lambda: (
-        None
-    )  # `prepare.text_filters`, at admission
+    make_filters: "Callable[[], TextFilters | None]" = lambda: None
+    """Makes the text filters when the request gets a row of the batch; None if it has none."""
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_scores: list[LogProbs] = field(default_factory=list)
@@ -136,7 +135,7 @@ class RequestState:
         return "".join(token.text for token in self.tokens)
 
     def push(self, token_id: int, origin: str, eos: tuple[int, ...], *logprobs: Any) -> Token:
-        """Appends a token and returns its event; sets `finish_reason` if it is the last one."""
+        """Appends a token; returns its event with `logprobs`. The last one sets `finish_reason`."""
         generation = self.request.generation
         self.stats.num_generated_tokens += 1
         self.stats.by_origin[origin] += 1
@@ -177,7 +176,7 @@ def settings_of(
     speculation: SpeculationConfig | bool = True,
     **fields: Any,
 ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
-    """Sampling, generation and speculation settings with `fields` replaced. Raises `InputError`."""
+    """The settings with `fields` replaced; speculation=False: no guesses. Raises `InputError`."""
     names = fields.keys() & vars(NO_SPECULATION).keys() - {"coupled"}
     if speculation is False and names:
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")

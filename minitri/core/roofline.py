@@ -62,13 +62,13 @@ def outline(config: ModelConfig) -> "Llama":
 
 @cache
 def weights_per_pass(config: ModelConfig) -> int:
-    """Number of weights that a pass reads: all but the embedding table, whose rows are few."""
+    """Number of weights that a pass reads: all but the embedding table, of which it reads few."""
     weights = outline(config).named_parameters()
     return sum(weight.numel() for name, weight in weights if name != "embed_tokens.weight")
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights of a model; a tied table is counted once, a borrowed one not at all."""
+    """Number of weights. An embedding table that is the LM head counts once, the target's not."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
@@ -136,7 +136,7 @@ class Workload:
     batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """The cost of a pass of the stage over one token and `num_guesses` guesses of each row."""
+        """Cost of a pass of draft, retrieval or target over a token and `num_guesses` per row."""
         config = self.draft if stage == "draft" else self.target
         assert config
         num_weights = weights_per_pass(config)

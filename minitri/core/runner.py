@@ -28,7 +28,7 @@ from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
 
-MOST_RECENT = 124  # tokens that are reread; twice as many raised acceptance by less than 0.001
+MOST_RECENT = 124  # latest tokens reread to catch up; twice as many gain < 0.001 of acceptance
 
 
 @dataclass(eq=False)
@@ -80,13 +80,13 @@ class Passes:
     def verify(
         self, packed_4BT: Tensor, numbers_BN: Tensor, guesses: Guesses, *, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and distributions (B, N + 1, V) at N guesses, and a rule's packed verdict."""
+        """Logits and distributions (B, N + 1, V) at N guesses; `rule`'s `Verdict.packed`."""
         logits_BNV = self.head(self.forward(packed_4BT, guesses.tokens_BN))
         probs_BNV = self.probs(logits_BNV)
         return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
+        """Drafts N tokens (B, N) of each row by `numbers_BN`; also returns their distributions."""
         # Id, position and slot of each row's last token.
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
@@ -106,7 +106,7 @@ class ModelRunner:
     def __init__(
         self, passes: Passes, *, graphs: GraphPool | None = None, block_sizes: Collection[int] = ()
     ) -> None:
-        """Makes a runner; with `graphs`, of passes over blocks of `block_sizes`.
+        """`graphs` hold passes over blocks of `block_sizes` tokens per row.
         Other blocks are padded to the next size, trees to the largest."""
         B = len(passes.cache.lengths)
         self.passes = passes
@@ -124,8 +124,8 @@ class ModelRunner:
         guesses: Proposal | None = None,
         source: RandomSource | None = None,
     ) -> Output:
-        """One pass over tokens that the cache lacks and N guesses: distributions (B, N + 1, V).
-        If one graph can do both, also verifies the guesses by `source`."""
+        """Reads what the cache lacks of `sequences`, and N guesses: distributions (B, N + 1, V).
+        Also verifies the guesses by `source` (`emitted_rows`) if a CUDA graph can do both."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
@@ -227,7 +227,7 @@ class ModelRunner:
 
     @property
     def has_captured_filters(self) -> bool:
-        """Whether captured graphs can apply the filters of all rows."""
+        """Whether captured graphs can apply temperature, top-k, top-p and min-p of all rows."""
         form = self.passes.sampling.form
         return all(row.temperature == 0 or row.form == form for row in self.sampling)
 
@@ -257,7 +257,7 @@ class ModelRunner:
     def set_sampling(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
-        """Sets the filters of row b."""
+        """Sets sampling settings and text filters of row b."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
         if self.graphs:
@@ -270,7 +270,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides the windows before a step; rereads rows that lack more than a block of tokens."""
+        """Slides windows before a step; refills those of rows that lack more than a block."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):

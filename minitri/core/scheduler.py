@@ -49,7 +49,7 @@ class Scheduler:
         self._waiting[state] = self._num_admitted
 
     def cancel(self, number: int) -> None:
-        """Drops the waiting request `number`, or marks a running one to leave before a turn."""
+        """Drops a waiting request, or marks a running one to leave before the next turn."""
         for state in [*self._waiting, *self.admitted.values()]:
             if state.number == number:
                 state.finish_reason = "cancelled"
@@ -61,9 +61,9 @@ class Scheduler:
 
     def next_request(self) -> RequestState | None:
         """The waiting request to admit next, or None if none can be admitted now.
-        First come clients with the fewest admitted requests, then the client whose latest admission
-        was longest ago; of a client the oldest request, in an open run mostly the shortest. There
-        unread long prompts take at most half of the batch."""
+        First come clients with the fewest rows of the batch, then the client whose latest admission
+        was longest ago; of a client the oldest request, in an open run mostly the shortest, and
+        unread prompts longer than `shared_chunk` get at most half of the batch."""
         if len(self.admitted) == self._num_rows:
             return None
         waiting = [*self._waiting]

@@ -38,7 +38,7 @@ def pad_to_stride(num_slots: int) -> int:
 
 
 def _set_strings(settings: Any, name: str) -> None:
-    """Replaces the string or strings in the field `name` by a tuple. Raises `InputError`."""
+    """Makes a tuple of the string or strings in field `name` of settings. Raises `InputError`."""
     value = getattr(settings, name)
     texts = (value,) if isinstance(value, str) else value
     if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):
@@ -51,7 +51,7 @@ def _set_strings(settings: Any, name: str) -> None:
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings: filters that turn logits into the next-token distribution, in order.
-    Text filters (bias, penalties, forbidden tokens, grammar), then temperature to min-p."""
+    Text filters (bias, penalties, grammar, forbidden tokens), temperature, top-k, top-p, min-p."""
 
     __repr__ = brief
 
@@ -79,7 +79,7 @@ class SamplingParams:
     min_tokens: int = between(0, 0)
     """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
     grammar: Any = None
-    """Constrain the whole output, unless its length cuts it; needs minitri[grammar]."""
+    """Make the whole output match a grammar, unless its length cuts it; needs minitri[grammar]."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,7 +124,7 @@ class GenerationConfig:
     logprobs: int | None = between(None, 0, 20)
     """Report log-probabilities: of each token, and of the K likeliest, 0 to 20 (in JSON)."""
     reserve: int = between(0, 0)
-    """Reserve room in the KV cache for N tokens, prompt and output, for longer runs later."""
+    """Make room in the KV cache for N tokens per text, prompt and output, as later ones need."""
     prefill_chunk: int = between(1024, 1)
     """Read the prompt N tokens at a time; bounds the memory of activations."""
     shared_chunk: int = between(128, 1)
@@ -193,7 +193,7 @@ class SpeculationConfig:
     drafter; retrieval: the target with a small part of its KV cache; triforce: a drafter for the
     retrieval level, which guesses for the target."""
     policy: Any = "retrieval"
-    """Rule that selects the retrieval cache: the paper's, or a `minitri.Policy`."""
+    """Which tokens the retrieval cache holds: by the paper's rule, or by a `minitri.Policy`."""
     gamma1: int | None = between(None, 1, MAX_GAMMA)
     """Tokens the drafter guesses at a time. Default: chosen before every step."""
     gamma2: int | None = between(None, 1, MAX_GAMMA)

@@ -17,7 +17,7 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Clock:
-    """The host's clock, for a CPU, whose calls return when their work is done."""
+    """Clock of work on a CPU, where a call returns when its work is done."""
 
     @contextmanager
     def timed(self, take: Callable[[float], None]) -> Iterator[None]:
@@ -38,8 +38,8 @@ class LevelStats:
     name: str  # draft, retrieval or target
     num_rounds: int = 0  # verdicts on a row; of a draft model that guesses, passes times rows
     num_draft_tokens: int = 0  # guesses of the stage below
-    num_tested_tokens: int = 0  # these guesses up to the first rejection
-    num_accepted_tokens: int = 0  # these guesses before the first rejection
+    num_tested_tokens: int = 0  # guesses up to and with the first rejected one
+    num_accepted_tokens: int = 0  # guesses before the first rejected one
     seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
 
     @property
@@ -68,7 +68,7 @@ class RowStats:
 
     __repr__ = brief
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # of the prompt, whose K and V were reused
+    num_cached_tokens: int = 0  # prompt tokens whose K and V were reused
     num_generated_tokens: int = 0
     by_origin: Counter[str] = field(default_factory=Counter)  # generated tokens, by `Token.origin`
 
@@ -81,7 +81,7 @@ class Stats:
     num_prompt_tokens: int = 0
     num_prefilled_tokens: int = 0  # prompt tokens whose K and V were computed, not reused
     num_generated_tokens: int = 0
-    num_decoded_tokens: int = 0  # generated tokens but each text's first, timed as prefill
+    num_decoded_tokens: int = 0  # generated tokens after each text's first, which counts as prefill
     prefill_seconds: float = 0.0  # reading prompts and sampling first tokens
     decode_seconds: float = 0.0  # all steps
     num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
@@ -108,7 +108,7 @@ class Stats:
 
 @dataclass
 class Meter:
-    """What the stages of one run report to, and the clock that times them."""
+    """Statistics and autotuner that a run's stages report to, and the clock that times them."""
 
     stats: Stats
     tuner: Autotuner

@@ -22,7 +22,7 @@ from minitri.devices.gpu.quantized_copies import copy_in_few_bits
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
-    """A device by its name; `auto` is a GPU where there is one. Raises `InputError`."""
+    """The device cpu, cuda, cuda:N or auto (a GPU if any), one for a rank. Raises `InputError`."""
     # With a driver too old for this PyTorch, `device_count` counts GPUs that it cannot use.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -43,8 +43,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
-    """A dtype by its name; `auto` is the fastest that the device computes in, or can read.
-    On a CPU bfloat16, half the bytes, where weights are stored so for kernels, or can be packed."""
+    """The dtype `name`. auto: on a GPU bfloat16, before compute capability 8.0 float16; on a CPU
+    bfloat16 if oneDNN has it or kernels read weights stored so (`is_in_bfloat16`), else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -57,7 +57,7 @@ def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) 
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """Attention for models of this shape; `wanted` is a GPU's backend. Raises `InputError`."""
+    """The attention function of a model; `wanted` is a backend for GPUs. Raises `InputError`."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -73,8 +73,8 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """A copy of the target in 4 or 8 bits, to guess with the retrieval cache, or None.
-    None: the target itself should guess. Raises `InputError` if a copy cannot be made."""
+    """A copy of the target in 4 or 8 bits to guess with the retrieval cache; None: the target does.
+    `wanted` is a value of --draft-weights. Raises `InputError` if a copy it names cannot be had."""
     has_kernels = model.execution.is_row_invariant
     if model.device.type == "cuda" and wanted == "auto":
         least = model.execution.ranks.least  # shares may be uneven
@@ -97,8 +97,8 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """A drafter's copy in 4 bits on the compiled CPU kernels, unless `wanted` is `same`.
-    It guesses a round in one call, if of a plain architecture."""
+    """A 4-bit copy of a drafter; itself if `wanted` is "same", or no CPU kernels compute it.
+    With kernels a plain architecture gets `Execution.draft_round`: all guesses in one call."""
     if not model.execution.is_row_invariant:
         return model
     copy = model

@@ -7,11 +7,11 @@ from minitri.core.errors import InputError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE if (PACKAGE / "weights").exists() else PACKAGE.parent) / "weights"
-"""Weights that come with a wheel or a clone, where older versions unpacked fetched ones, too."""
+"""Folder of the weights in a wheel or a clone; older versions put fetched weights there, too."""
 
 
 def weights_folder() -> Path:
-    """Folder for what is fetched or built: $MINITRI_WEIGHTS, or one in the user's cache.
+    """Folder for fetched weights and built kernels: $MINITRI_WEIGHTS, or one in the user's cache.
     Raises `InputError` if there is no home folder."""
     try:
         if os.environ.get("MINITRI_WEIGHTS"):

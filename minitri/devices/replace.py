@@ -8,7 +8,7 @@ from torch import nn
 
 from minitri.core.model.llama import Llama
 
-Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
+Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]  # of replacements, by exact type
 
 
 def replace_modules(module: nn.Module, factories: Factories) -> Any:
@@ -22,7 +22,7 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with replaced modules; its `num_bytes` counts only new weights."""
+    """A copy of a model with replaced modules; its `num_bytes` counts weights it does not share."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

@@ -17,19 +17,19 @@ class Archive:
         self.begin()
 
     def begin(self, *read: Path) -> None:
-        """Begins a new file, after those that were just `read`; all stay as they are."""
+        """Makes a new file, not written yet, the current one; `earlier` will skip those `read`."""
         self._file = self.folder / f"{time.time_ns()}.json"
         self._read = read
 
     @property
     def earlier(self) -> Path | None:
-        """The file that was changed last, apart from the current one and those just read."""
+        """The file changed last, except the current one and those read; None if there is none."""
         files = {*self.folder.glob("*.json")} - {self._file, *self._read}
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Reads the earlier chat, each one once, and begins a new file.
-        Raises `OSError`, `ValueError`; the current file then stays the current one."""
+        """Returns the text of the file `earlier`, and begins a new file; the next call goes further
+        back. Raises `OSError`, `ValueError`; the current file then stays the current one."""
         if (file := self.earlier) is None:
             raise ValueError("none is kept")
         self._read += (file,)
@@ -38,7 +38,7 @@ class Archive:
         return text
 
     def write(self, note: str) -> None:
-        """Writes the current conversation to its file, in place of its earlier state."""
+        """Replaces the current file by `note`, the conversation's text; warns if that fails."""
         unfinished = self._file.with_suffix(".part")
         try:
             unfinished.touch(0o600)
@@ -49,7 +49,7 @@ class Archive:
 
 
 def state_folder() -> Path:
-    """The folder for chats, in $XDG_STATE_HOME or ~/.local/state; else NOWHERE, and a warning."""
+    """Makes the folder for chats in $XDG_STATE_HOME or ~/.local/state; NOWHERE if that fails."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "minitri")
     try:
         folder = folder.expanduser()

@@ -40,8 +40,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def fill(model: Llama, tensors: NamedTensors, path: Path, progress: bool) -> None:
-    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights.
-    A tied LM head may replace the table that it equals, or be there, and buffers of RoPE."""
+    """Copies the tensors of `path` into a model. Raises `InputError` unless they are its weights.
+    Tied weights may come as table, as LM head, or as both, if equal; RoPE's buffers are ignored."""
     places = placements(model)
     missing = {**places}
     head = "lm_head.weight"
@@ -87,7 +87,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
-    """Copies a file's tensor into a weight. Raises `InputError` for another shape or kind."""
+    """Copies a tensor to one of equal shape, both of floats or both not; or raises `InputError`."""
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
         asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"
@@ -116,7 +116,7 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of an opened model. Raises `InputError` if it is missing or does not fit."""
+    """The tokenizer of a checkpoint. Raises `InputError` if it is missing or does not fit."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
         pipeline = checkpoint.tokenizer()
         settings = without_null(checkpoint.tokenizer_config)
@@ -135,7 +135,7 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
 
 def _chat_templates(settings: Settings) -> tuple[str, str]:
     """The chat template in a tokenizer's settings, and that for tools; "" if there is none.
-    They have one, or a list of named ones. Raises `TypeError` and others for wrong settings."""
+    Settings may hold a list of named ones. Raises `TypeError` and others for wrong settings."""
     setting = settings.get("chat_template", "")
     named = {"default": setting}
     if isinstance(setting, list):
@@ -151,8 +151,8 @@ def _chat_templates(settings: Settings) -> tuple[str, str]:
 def _special_tokens(
     pipeline: tokenizers.Tokenizer, settings: Settings, config: ModelConfig, checkpoint: Checkpoint
 ) -> SpecialTokens:
-    """Special tokens of a model; those that only its settings have are added to `pipeline`.
-    Raises `InputError` if BOS is asked for and not known."""
+    """Special tokens of a model. Adds to `pipeline` those that only tokenizer_config.json has.
+    Raises `InputError` if BOS goes in front and is not known, others for wrong settings."""
     texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)
     bos = config.bos_token_id
     if "bos_token" in texts:
@@ -162,9 +162,9 @@ def _special_tokens(
     prefix = [config.vocab_size if bos is None else bos] if add else []
     tokens = filter(None, map(pipeline.id_to_token, range(pipeline.get_vocab_size())))
     encodings = map(pipeline.encode, itertools.chain("a", tokens))
-    # Tried after "a", which a vocabulary may lack: tokens, until one is kept as text.
+    # A text with a token that is not special: "a", or one of the vocabulary if that lacks "a".
     sample = next(it for it in encodings if 0 in it.special_tokens_mask)
-    if 1 in sample.special_tokens_mask:  # the post-processor decides
+    if 1 in sample.special_tokens_mask:  # the post-processor adds tokens
         prefix = sample.ids[: sample.special_tokens_mask.index(0)]
     if max(prefix, default=0) >= config.vocab_size:
         way = f"set it to a token below {config.vocab_size}"

@@ -12,8 +12,8 @@ from minitri.core.errors import shorten
 if TYPE_CHECKING:
     from torch import Tensor
 
-Settings = Mapping[str, Any]  # of a file, by name
-NamedTensors = Iterator[tuple[str, "Tensor"]]
+Settings = Mapping[str, Any]  # settings in a file, by name
+NamedTensors = Iterator[tuple[str, "Tensor"]]  # a checkpoint's tensors with their names
 _TABLES = Path(__file__).with_name("tables.txt").read_text("utf-8")
 _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
 
@@ -29,7 +29,7 @@ TYPES = ("full_attention", "sliding_attention")
 
 
 def family_fields(kind: str, given: Settings) -> dict[str, Any]:
-    """Fields of `ModelConfig` that follow from a model's family. Wrong settings raise any error."""
+    """Fields of `ModelConfig` for the family `kind` and a file's settings. Raises any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
     if kind == "smollm3":
@@ -43,8 +43,8 @@ def family_fields(kind: str, given: Settings) -> dict[str, Any]:
 
 
 def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
-    """Numbers of the `layers` that have a sliding window, by a list of types or by the family.
-    Without a list these are all from one on, or all but each n-th."""
+    """Numbers of the `layers` with a sliding window: by the setting layer_types, or else all from
+    max_window_layers on but each sliding_window_pattern-th one. Raises any error."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
     options = {key: given.get(key, default) for key, default in options.items()}
     is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
@@ -59,7 +59,7 @@ def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
-    """Yields the parts of a Hugging Face tensor, each with the name that `Llama` has for it."""
+    """Yields the parts of a Hugging Face tensor with the names and the order of rows of a Llama."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)
@@ -88,10 +88,10 @@ def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
 def rotary_rows(
     name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
 ) -> "Tensor | None":
-    """The order in which to read the rows of q, k, or fused q, k, v, as RoPE here expects them.
-    Numbers of a head of q or k that rotate together, or not at all, get D/2 apart; None: as they
-    are. They are stored next to each other if `is_paired`, else half of the rotating part apart."""
-    import torch  # which the flags' `FAMILIES` do not need
+    """Numbers of a tensor's rows in the order that RoPE here expects; None: as they are stored.
+    In q and k, also fused, rows that rotate together get D/2 apart in a head. A file has them next
+    to each other if `is_paired`, else half of the rotating part apart; the others come last."""
+    import torch  # only here: flags read `FAMILIES` before PyTorch is imported
 
     D = config.head_dim
     rotating = config.rope.rotary_dim or D

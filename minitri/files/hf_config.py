@@ -1,6 +1,6 @@
-"""Config files of Hugging Face, and `--rope-scaling`: from JSON and words to a `ModelConfig`.
+"""Config files of Hugging Face: from JSON to a `ModelConfig` and to `SamplingParams`.
 
-A null means the same as an absent key. No value is rounded or replaced: dataclasses check all.
+A null means the same as an absent key, except that of sliding_window. Dataclasses check all values.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from minitri.core.settings import SamplingParams
 from minitri.files.families import FAMILIES, WINDOWS, Settings, family_fields, read_table
 
 _TRAINED = "original_max_position_embeddings"
-_SHARE = "partial_rotary_factor"  # of a head's numbers, which rotate
+_SHARE = "partial_rotary_factor"  # the share of a head's numbers that rotates
 _KEYS = read_table("field")
 _ONLY = read_table("config_only")
 USUAL = SamplingParams(0.7, top_p=0.9)  # where a model recommends nothing: greedy texts loop
@@ -22,8 +22,8 @@ _NO_TOKEN = (-1, 2**32 - 1)  # ids by which files say that there is no such toke
 
 
 def read_config(settings: Settings, name: str) -> ModelConfig:
-    """The `ModelConfig` in the settings of a config.json.
-    Raises `InputError` for a model of another family."""
+    """The `ModelConfig` in the settings of a config.json, for a model that is called `name`.
+    Raises `InputError` for a model of an unknown family, or wrong values."""
     kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # a file may have any type here
         got = f"{name} is a {shorten(repr(kind), 60)} model"
@@ -48,13 +48,13 @@ def read_config(settings: Settings, name: str) -> ModelConfig:
             log.warning(text, name, shorten(eos, 60), config.vocab_size)
         window_rope = None
         if kind == "gemma3_text":
-            ropes = given.get("rope_parameters", {})  # in newer files by types of layers
+            ropes = given.get("rope_parameters", {})  # newer files: one for each type of layers
             local = {"rope_theta": given["rope_local_base_freq"], "rope_scaling": {}}
             local["rope_parameters"] = ropes.get("sliding_attention", {})
             window_rope = _read_rope(given | local, head_dim, name)
             given["rope_parameters"] = ropes.get("full_attention", ropes)
         length, rope = config.context_length, _read_rope(given, head_dim, name)
-        if rope.kind == "yarn":  # files may keep the context of before
+        if rope.kind == "yarn":  # some files give the context before it was extended
             length = max(length, int(rope.factor * (rope.original_context or 0)))
         changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
         changes |= {"rope": rope, "window_rope": window_rope, **family_fields(kind, given)}
@@ -62,21 +62,21 @@ def read_config(settings: Settings, name: str) -> ModelConfig:
 
 
 def without_null(settings: Settings) -> dict[str, Any]:
-    """The settings of a file or request without those that mean nothing: null, or no token."""
+    """The settings of a file or request without those that are null, or ids meaning no token."""
     none = [key for key in settings if key.endswith("_token_id") and settings[key] in _NO_TOKEN]
     return {key: value for key, value in settings.items() if value is not None and key not in none}
 
 
 def _fields(kind: type[Any], given: Settings) -> dict[str, Any]:
-    """Values for fields of a dataclass, as far as the settings of a file have them."""
+    """Values that a file's settings have for fields of the dataclass `kind`, by those names."""
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: given[key] for name in names if (key := _KEYS.get(name, name)) in given}
 
 
 def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
     """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
-    LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts get
-    those for long ones, unless the model's context is that of its pre-training."""
+    LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts use
+    those for long ones, unless the model's context is not longer than in its pre-training."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
         settings = given.get(form, {})
@@ -109,7 +109,7 @@ def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
 
 
 def require(settings: Settings, supported: Settings, name: str) -> None:
-    """Raises `InputError` for a setting whose value is not the `supported` one."""
+    """Raises `InputError` if a setting of `name` is there and is not as in `supported`."""
     for key, wanted in supported.items():
         value = settings.get(key)
         is_alike = isinstance(value, bool) == isinstance(wanted, bool)
@@ -119,8 +119,8 @@ def require(settings: Settings, supported: Settings, name: str) -> None:
 
 
 def read_sampling(settings: Settings, name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends; it is greedy if `do_sample` is false.
-    What is left out is as in `USUAL` unless that is true. What is malformed, or ignored, warns."""
+    """The sampling that a generation_config.json recommends: greedy if `do_sample` is false; unless
+    it is true, `USUAL` has the defaults. Wrong or unsupported settings: a warning, and `USUAL`."""
     given = without_null(settings)
     samples = given.get("do_sample")
     base = SamplingParams(1.0) if samples is True else USUAL

@@ -26,7 +26,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.adds_bos = not (path / "tokenizer.json").is_file()  # which says it itself
+        self.adds_bos = not (path / "tokenizer.json").is_file()  # that file says it itself
         self.generation_config = read_json(path / "generation_config.json")
         self._settings = read_json(path / "config.json")
 
@@ -41,7 +41,7 @@ class Folder:
 
     @cached_property
     def files(self) -> dict[Path, int]:
-        """Paths of the weights, with their times."""
+        """Paths of the files of weights, with the times of their last change (`times_of`)."""
         return times_of(weight_files(self.path))
 
     @cached_property
@@ -51,14 +51,14 @@ class Folder:
         for name in ("chat_template", "additional_chat_templates/tool_use"):
             if is_there(template := self.path / f"{name}.jinja"):
                 settings[Path(name).name] = template.read_text("utf-8")
-        if settings.get("added_tokens_decoder") is None:  # of older versions of transformers
+        if settings.get("added_tokens_decoder") is None:  # written by older transformers
             settings |= read_json(self.path / "special_tokens_map.json")
             added = read_json(self.path / "added_tokens.json")
             settings["added_tokens_decoder"] = {id: text for text, id in added.items()}
         return settings
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
+        """The library's tokenizer for the folder's files. Raises any error if these are damaged."""
         settings = self.tokenizer_config
         kind = str(settings.get("tokenizer_class"))
         if is_there(file := self.path / "tokenizer.json"):

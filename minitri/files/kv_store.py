@@ -46,7 +46,7 @@ class KVStore:
         # Hashed into the name of every block.
         self._root = f"{manifest_of(model)} {computed_by} {torch.__version__} {settings}"
         self._block_bytes = BLOCK * model.config.kv_values_per_token * model.dtype.itemsize
-        self._waiting: list[Future[None]] = []  # to be written
+        self._waiting: list[Future[None]] = []  # blocks to be written
         self._last_reason = ""
         self.writer = ThreadPoolExecutor(1)
 
@@ -65,7 +65,7 @@ class KVStore:
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_stored])
 
     def write(self, source: HeldRow) -> None:
-        """Writes the blocks of a prompt that the store lacks, in another thread."""
+        """Queues the blocks of a text that the store lacks; another thread writes them."""
         paths = self._paths(source.tokens, source.owner)
         for path in reversed(paths):  # the first block becomes the newest
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class KVStore:
 
     def _read(self, path: Path) -> FullCache:
         """Reads one stored file with K and V of a block of tokens. Raises `OSError`, `InputError`.
-        A damaged one, or one of another name, so of other tokens, is deleted and written again."""
+        Deletes it if it is damaged or has another block's name, so `write` can store it again."""
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
         try:
@@ -103,13 +103,13 @@ class KVStore:
             if note != path.name:
                 raise InputError(f"{path.name} is another block; it is written anew")
         except InputError as error:
-            if not isinstance(error.__cause__, OSError):  # of a file that cannot be read now
+            if not isinstance(error.__cause__, OSError):  # the file cannot be read now
                 path.unlink()
             raise
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
-        """Writes a block; if all then exceed `num_bytes`, deletes the oldest eighth of them."""
+        """Writes a block; if all exceed `num_bytes`, deletes the least recently used eighth."""
         kinds = (".kvblock", ".unfinished")
         with self._warning():
             write_snapshot(path, block, self._model, path.name)
@@ -121,7 +121,7 @@ class KVStore:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Context that logs an error in one line, once if it repeats; except for missing files."""
+        """Context that logs errors, repeated ones once, missing files never, and raises none."""
         try:
             yield
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-Their configs serve programs that read no model files. An old version: ORG/NAME@REVISION.
+Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ModelChoice:
     dtype: str = one_of("auto", "auto", *DTYPES)
     """Number type of weights and KV cache. Default: what is fast here."""
     attention: str = one_of("auto", "auto", *BACKENDS)
-    """Backend for short blocks on a GPU. Default: the first that works."""
+    """Backend for short blocks on a GPU. Default: triton, or math where triton fails."""
     weights: str = one_of("auto", "auto", "native", "dense")
     """Matrices of a GGUF file on a CPU: native keeps their 4 to 8 bits, dense has them in --dtype.
     Default: native where compiled kernels run."""

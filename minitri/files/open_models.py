@@ -146,8 +146,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """Opens the drafter that a `ModelChoice` names; None for lookup. Raises `InputError`.
-    It raises for one that was chosen by name; lookup replaces a default one that is unfit."""
+    """Opens the drafter that a `ModelChoice` names; None for lookup in the text.
+    Raises `InputError` if a drafter chosen by name is unfit; lookup replaces a default one."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None

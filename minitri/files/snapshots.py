@@ -28,13 +28,13 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
 FORMAT = "minitri KV snapshot 4"
-START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
+START = b'{"__metadata__": {"format": "minitri'  # first bytes after the header's length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def manifest_of(model: Llama) -> dict[str, str]:
     """Facts on which K and V of a model's texts depend, which the reader of a snapshot compares.
-    Raises `InputError` for a model that has no snapshots."""
+    Raises `InputError` for a model that is split over processes, or was not read from files."""
     config = model.config
     if model.execution.ranks.count > 1 or not (fingerprint := model.execution.identify()):
         raise InputError(
@@ -53,7 +53,7 @@ def manifest_of(model: Llama) -> dict[str, str]:
 
 
 def header_of(model: Llama, num_tokens: int, note: str) -> bytes:
-    """The header of a snapshot of `num_tokens` tokens: manifest and note, and the tensors."""
+    """The header of a snapshot of `num_tokens` tokens: manifest, note, and the tensors' places."""
     config = model.config
     kv = [config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim]
     start = 4 * num_tokens
@@ -136,18 +136,18 @@ def check_place(path: Path) -> None:
 
 
 def begins_as_snapshot(file: BufferedReader) -> bool:
-    """Whether a file that was just opened begins as `write_snapshot` begins one."""
+    """Whether a file that was just opened begins like a snapshot of any version of its format."""
     return file.peek(99)[8:].startswith(START)
 
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
-    """Times at which files were last changed, or replaced by ones of equal modification time."""
+    """Times of files' last change in ns (ctime): also of a replacement with the same mtime."""
     return {file.absolute(): file.stat().st_ctime_ns for file in files}
 
 
 def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
-    """Makes a function that digests files of weights, and how memory holds them, once called.
-    That takes a second for 2 GB. It raises `InputError` if the times of `files` differ then."""
+    """Makes a function that returns a digest of files of weights, and `form`, how memory has them.
+    Its first call reads them, 1 s for 2 GB. It raises `InputError` if their times have changed."""
 
     @functools.cache
     def fingerprint() -> str:

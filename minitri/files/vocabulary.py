@@ -1,4 +1,4 @@
-"""Vocabularies of sentencepiece and GGUF, as pipelines of `tokenizers` that cut texts alike."""
+"""Vocabularies of sentencepiece and GGUF, as tokenizers of the package `tokenizers`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from minitri.core.log import log
 from minitri.text.special_tokens import END_MARKS
 
 NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4  # types of pieces
-CONTROL = (UNKNOWN, 3)  # types of those that are control tokens
+CONTROL = (UNKNOWN, 3)  # types of pieces that are control tokens
 _ROWS = Path(__file__).with_name("words.txt").read_text("utf-8").splitlines()
 _CUTS = {name: row.split("\t")[1:] for row in _ROWS for name in row.split("\t")[0].split()}
 """Patterns that cut a text into words before BPE, one after another, by `tokenizer.ggml.pre`."""
 WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Values with BOS in front by default, whose words that are tokens need no merges."""
+"""Values of `tokenizer.ggml.pre` that put BOS in front, and keep a word that is a token whole."""
 
 
 def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
-    """The tokenizer in the metadata of a GGUF file. Raises `ValueError` and others if unknown."""
+    """The tokenizer in the metadata of the GGUF file `name`. Raises any error if it is unknown."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("llama", "gpt2"):
         raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
@@ -57,13 +57,13 @@ def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence([*words, letters])
     pipeline.decoder = decoders.ByteLevel()
-    if _CUTS[pre] == _CUTS["qwen2"]:  # as of the family, not of llama.cpp
+    if _CUTS[pre] == _CUTS["qwen2"]:  # as Qwen's own tokenizers do, unlike llama.cpp
         pipeline.normalizer = normalizers.NFC()
     return pipeline
 
 
 def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
-    """The pipeline of a tokenizer.model file; `space` as for `piece_pipeline`. Raises any error."""
+    """The tokenizer of a tokenizer.model file; `space` as in `piece_pipeline`. Raises any error."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # slow
 
     model = ModelProto.FromString(data)
@@ -86,7 +86,7 @@ def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
 def piece_pipeline(
     pieces: Sequence[tuple[str, float, int]], space: str, *steps: Any, is_unigram: bool = False
 ) -> tokenizers.Tokenizer:
-    """A pipeline with pieces given by text, score and type, which normalizes by `steps` first.
+    """A BPE or unigram tokenizer of pieces (text, score, type), which normalizes by `steps` first.
     A space is put in front of a text and of what follows control tokens (`space` "always"), of
     the text alone ("first"), or "never"."""
     vocab = {piece: number for number, (piece, _, _) in enumerate(pieces)}

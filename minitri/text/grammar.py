@@ -22,8 +22,8 @@ class Grammar:
     kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
     """`json_object`: any JSON object; `choice`: one of several texts."""
     text: Any = ""
-    """A schema (JSON, a dictionary, a pydantic class), an expression, a Lark grammar, or texts."""
-    start: Any = field(default=None, repr=False, compare=False)  # compiled by `text/matcher.py`
+    """By `kind`: a schema (JSON, dict, pydantic class), "", a regex, Lark, or a list of texts."""
+    start: Any = field(default=None, repr=False, compare=False)  # llguidance's matcher, if compiled
 
     def __str__(self) -> str:
         return self.kind

@@ -23,8 +23,8 @@ from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
 SANDBOX = Sandbox("check_grammar", 1, 1 << 30)  # 1 s and 1 GiB
-SHORT = MAX_CHARACTERS // 8  # characters of a grammar; compiled, one takes up to 500 bytes
-MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
+SHORT = MAX_CHARACTERS // 8  # characters of a short grammar; each takes up to 500 bytes compiled
+MAX_ITEMS = 10_000  # of llguidance's parser for a mask: 0.1 s, or 1,500 properties of an object
 
 
 class GrammarMatcher:
@@ -46,8 +46,8 @@ class GrammarMatcher:
 
     def forbidden(self, path: Tokens) -> Tensor | None:
         """Boolean (V,): tokens that may not follow the committed text and the guesses `path`.
-        None: it failed. Only end tokens may follow a complete text, another end token, or a
-        guess that the grammar does not allow."""
+        End tokens may follow a complete text. After an end token, or a guess that the grammar
+        does not allow, they alone may follow. None if llguidance failed."""
         key = tuple(path)
         if key not in self._masks:
             is_over = self._is_over or not self._read(path)
@@ -77,7 +77,7 @@ class GrammarMatcher:
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
+    """A new matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
     compile_kept = compile_short if len(grammar.text) < SHORT else compile_long
     start = grammar.start or compile_kept(grammar, lexicon_of(tokenizer, config))
     return start.deep_copy()
@@ -85,7 +85,7 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
 
 @functools.lru_cache(maxsize=4)
 def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A model's vocabulary for llguidance. Raises `InputError` without that, or an end token."""
+    """A vocabulary for llguidance. Raises `InputError` if the library or an end token is absent."""
     if not config.eos_token_ids:
         problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
         raise InputError(f"{problem}; use another model")
@@ -97,7 +97,7 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema as text for llguidance, with bounded white space: some models never end it.
+    """A JSON schema with llguidance's `options`, and limited white space: some models never end it.
     Raises `ValueError` for a number that llguidance rounds, unless `lenient` is an option."""
     schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
@@ -107,7 +107,7 @@ def schema_text(text: str, **options: object) -> str:
 
 
 def as_exact(digits: str) -> int:
-    """The integer in a schema. Raises `ValueError` for one that llguidance cannot hold."""
+    """Converts digits in a schema to an integer. Raises `ValueError` if llguidance rounds it."""
     number = int(digits)
     if abs(number) >= 1 << 63 or float(number) != number:
         raise ValueError(f"llguidance rounds the number {shorten(digits, 40)}")
@@ -119,12 +119,12 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 
 
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
-    """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
+    """Makes llguidance's matcher of a grammar over a vocabulary, `lexicon`. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
     with explain(f"the {grammar.kind} cannot be used", "correct it"):
-        if grammar.kind == "choice":  # the texts of Lark are those of JSON
+        if grammar.kind == "choice":  # Lark writes texts as JSON does
             text = "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(text)))
         elif grammar.kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
@@ -145,7 +145,7 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     return matcher
 
 
-# 32 short grammars take as much memory as 4 long ones, which do not push them out.
+# Two caches: 32 short grammars take as much memory as 4 long ones, which do not evict them.
 compile_short = functools.lru_cache(maxsize=32)(compile_grammar)
 compile_long = functools.lru_cache(maxsize=4)(compile_grammar)
 
@@ -160,7 +160,7 @@ def probe(source: str) -> str:
 
 
 def error_of(error: str) -> str:
-    """An error of llguidance in one line."""
+    """Shortens an error message of llguidance to one line that a user can read."""
     text = re.split(r"\n *1 \||\n<state>", error)[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
     text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)

@@ -1,4 +1,4 @@
-"""Prompts and seeds as callers give them, checked: token ids, and one seed per row."""
+"""Checks prompts and seeds of callers, and turns them into token ids and one seed per row."""
 
 import operator
 import secrets
@@ -15,7 +15,7 @@ MAX_SEED = 2**32 - 1  # largest seed: PyTorch's generator on the CPU reads only 
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """A list of one or several prompts, not encoded yet. Raises `InputError`."""
+    """A list of the prompts given, one or several, not encoded yet. Raises `InputError`."""
     items = [prompts] if isinstance(prompts, str) else _as_list(prompts)
     if any(isinstance(item, str | Sequence) or getattr(item, "shape", ()) for item in items[:1]):
         return items
@@ -30,7 +30,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> list[Any]:
-    """The converted items of an ordered collection. Raises `InputError` for others."""
+    """Items of a list, tensor or the like, converted. Raises `InputError` for any other prompt."""
     try:
         if not isinstance(prompt, bytes | Mapping | Set):
             return [convert(item) for item in prompt]
@@ -78,7 +78,7 @@ def next_seed(seed: int, number: int = 1) -> int:
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
-    """One seed per row: seed + b for an integer. Raises `InputError` for wrong seeds."""
+    """One seed per row: those given, or seed + b for row b. Raises `InputError` for wrong seeds."""
     try:
         given = seed if isinstance(seed, Iterable) else range(as_int(seed), seed + num_rows)
         seeds = [as_int(number) for number in given]

@@ -1,6 +1,6 @@
 """Sandboxes: processes with limits for chat templates, grammars and documents of strangers.
 
-The processes run `sandbox_program.py`, and wait for more; those of a parent process are not used.
+A process runs `sandbox_program.py` and waits for questions; after a fork a child starts its own.
 """
 
 import json
@@ -21,7 +21,8 @@ class Sandbox:
     """Processes that answer questions of several threads, each within limits."""
 
     def __init__(self, kind: str, seconds: float, num_bytes: int, max_idle: int = 1) -> None:
-        """A sandbox where `kind` answers: a function of `sandbox_program.py`, or a module."""
+        """Makes a sandbox with limits of each answer's CPU time and of a process's memory.
+        `kind` answers: a function of `sandbox_program.py`, or a module's function `answer`."""
         self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
         self._excess = f"it takes more than {seconds:g} s, or too much memory"
         self.idle: list[Popen[str]] = []  # processes that wait
@@ -31,7 +32,7 @@ class Sandbox:
 
     def ask(self, question: object) -> str:
         """Has a process answer a question, which JSON can hold, within the limits.
-        Raises `ValueError` for its error or one beyond limits, `InputError` on a system without."""
+        Raises `ValueError` if it fails or exceeds them, `InputError` on a system without limits."""
         if not find_spec("resource"):
             problem = "templates, grammars and files run within limits, which this system lacks"
             raise InputError(f"{problem}; do without them, or use Linux, macOS or WSL")
@@ -40,7 +41,7 @@ class Sandbox:
             self.idle.clear()
         text = json.dumps(question)
         child = None
-        with suppress(IndexError):  # of the first question, or where other threads use all
+        with suppress(IndexError):  # none is idle: it is the first question, or others use all
             child = self.idle.pop()
         # An idle process may have died, or have little memory left.
         line = (child and self._ask(text, child)) or self._ask(text)
@@ -52,7 +53,7 @@ class Sandbox:
         return answer["text"]
 
     def _ask(self, text: str, child: Popen[str] | None = None) -> str:
-        """The line that a process, or a new one, answers; "" if it ends before."""
+        """Sends a question `text` to `child` or a new process; returns its line, "" if it ends."""
         child = child or Popen(
             self._command,
             stdin=PIPE,

@@ -54,7 +54,7 @@ def render(question: Any) -> str:
 
 
 def check_grammar(source: Any) -> str:
-    """What is wrong with a grammar by llguidance; a vocabulary of bytes is enough for it."""
+    """Compiles a grammar by llguidance, for a vocabulary of bytes; returns its error, or ""."""
     from llguidance import LLMatcher, LLTokenizer
 
     text = re.sub(r"<\[[\d,^* -]*\]>", "<[256]>", source)  # tokens of a model's vocabulary
@@ -65,7 +65,7 @@ def check_grammar(source: Any) -> str:
 
 
 def main(kind: str, seconds: float, num_bytes: int) -> None:
-    """Answers each line of standard input until it ends; a line beyond limits ends the process."""
+    """Answers lines of standard input by `kind` (see `Sandbox`); beyond limits the process ends."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)  # with none, threads have 2 MiB
     stack = min(most if most > 0 else 1 << 21, 1 << 23) // 2  # less than a thread of minitri has
     limits = {resource.RLIMIT_STACK: stack, resource.RLIMIT_AS: num_bytes, resource.RLIMIT_CORE: 0}

@@ -2,8 +2,8 @@
 
 One record is made of all files that name such tokens. The first that says anything decides:
 
-* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS for pieces of
-  sentencepiece, llama.cpp's default for words in GGUF. Nothing goes after a text: it is to go on
+* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS with pieces
+  of sentencepiece, llama.cpp's default with words in GGUF. Nothing is added at the end of a text
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
   `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it
@@ -26,8 +26,7 @@ _MARKS = """
 <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
 """
 END_MARKS = _MARKS.split()
-"""Texts of tokens that end a turn in the templates that people use, or a file in models of code;
-llama.cpp ends there, too."""
+"""Spellings of tokens that end a turn, or a file of code; llama.cpp ends a text there, too."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -51,10 +50,10 @@ def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
 def add_tokens(
     pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], *, is_raw: bool
 ) -> dict[str, str]:
-    """Adds control tokens of a tokenizer_config.json to a pipeline; returns those with a name.
-    With `is_raw` they are found before a text is normalized, else by their flags.
+    """Adds control tokens of a tokenizer_config.json to a pipeline. Returns spellings by names such
+    as bos_token. With `is_raw` they are found before a text is normalized, else by their flags.
     Raises `ValueError` for a token with two ids."""
-    if isinstance(extra := settings.get("extra_special_tokens"), dict):  # more names
+    if isinstance(extra := settings.get("extra_special_tokens"), dict):  # tokens with other names
         settings = {**settings, **extra, "extra_special_tokens": ()}
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])
     named = {key: text for key in keys if (text := _text(settings.get(key)))}
@@ -64,7 +63,7 @@ def add_tokens(
         if isinstance(values, str):
             raise TypeError(f"{kind}_special_tokens is the text {shorten(values, 60)}, not a list")
         texts += filter(None, map(_text, values))
-    kept = {*control_tokens(pipeline), *named.values()}  # control tokens whatever else is said
+    kept = {*control_tokens(pipeline), *named.values()}  # control tokens, whatever flags say
     tokens: dict[int, tokenizers.AddedToken] = {}
     declared = settings.get("added_tokens_decoder", {})
     for number, value in sorted((int(key), value) for key, value in declared.items()):

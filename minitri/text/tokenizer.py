@@ -24,7 +24,7 @@ SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""
-Messages = str | Sequence[Message]  # several, or the text of one by the user
+Messages = str | Sequence[Message]  # several messages, or the text of one by the user
 
 
 class Tokenizer:
@@ -42,8 +42,8 @@ class Tokenizer:
         chat_template: str = "",
         tool_template: str = "",
     ) -> None:
-        """Makes a tokenizer. Without a `chat_template` it has no chats; conversations with tools
-        have a `tool_template` if there is one."""
+        """Makes a tokenizer. Templates are Jinja sources: without a `chat_template` there are no
+        chats; a `tool_template`, if any, is for conversations with tools. Raises `ValueError`."""
         self.pipeline = pipeline
         self.chat_template = chat_template
         self.tool_template = tool_template
@@ -68,7 +68,7 @@ class Tokenizer:
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def spellings(self, word: str) -> list[list[int]]:
-        """All token id lists that write a word: at the start of a text, after a space or a line."""
+        """All lists of token ids of a word: at the start of a text, after a space, after a line."""
         line, after_line, *ways = map(self.encode_marked, ("\n", f"\n{word}", word, f" {word}"))
         if after_line[: len(line)] == line:  # the word without the space of sentencepiece
             ways.append(after_line[len(line) :])
@@ -122,7 +122,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:
-        """UTF-8 of some tokens of a text: it may begin or end inside a character.
+        """UTF-8 of successive tokens, maybe cut inside a character; of control tokens only `shown`.
         The space that sentencepiece puts in front is kept."""
         return b"".join(
             self.token_bytes(token) for token in ids if token not in self._hidden or token in shown
@@ -137,7 +137,7 @@ class Tokenizer:
         return self.pipeline.id_to_token(number)
 
     def token_bytes(self, number: int) -> bytes:
-        """Bytes of a token, maybe a part of a character; of a control token, its spelling."""
+        """Bytes of a token, maybe a part of a character; of an added token, its spelling."""
         piece = self.token(number) or ""
         if number in self._added:
             return piece.encode()

@@ -148,8 +148,8 @@ class TreeLevel(Level):
     def draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
-        """Draws tokens for a node's children from `output` at its place in row b's block.
-        They are random, or the best ones, by coupled noise or without."""
+        """Draws tokens for a node's children from `output` at `place` of row b's block: at random,
+        the likeliest at temperature 0, or the best by the coupled noise of their `position`."""
         probs_V = output.probs_BNV[b, place]
         if self.runner.sampling[b].temperature == 0:
             return likeliest(output.filtered_BNV[b, place], num_children)
@@ -200,8 +200,8 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Reads T nodes of each row's tree, from node `first` on; call `keep_paths` next.
-        Returns the distributions (B, T, V) after them."""
+        """Reads T nodes of each row's tree, from node `first` on; cache lengths do not change.
+        Returns distributions (B, T, V) after them. After verification call `keep_paths`."""
         nodes = slice(first, first + len(blocks[0]))
         depths = [depth - first for depth in shape.depths[nodes]]
         mask_TT = shape.mask_TT[nodes, nodes]

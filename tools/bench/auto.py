@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 import minitri
 from minitri import Request, SpeculationConfig
-from minitri.apps.bench import run_method
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
@@ -27,6 +26,7 @@ from minitri.core.errors import InputError
 from minitri.core.model.block import read_block
 from minitri.core.prefill import prefill
 from minitri.files.named_models import DEFAULT_MODEL
+from tools.bench.compare import run_method
 from tools.flags import positive
 from tools.paper.item import Table
 from tools.paper.shapes import spread

@@ -10,12 +10,6 @@ from torch.utils.benchmark import Timer
 from minitri.core.offload.streams import host_memory
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which a large tensor is read."""
-    data = torch.ones(_num_bytes(device) // 4, device=device)
-    return data.nbytes / median_seconds(data.sum)
-
-
 def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     """Bytes per second of a copy: read and written on the device, or sent to it from the host."""
     target = torch.empty(_num_bytes(device), dtype=torch.uint8, device=device)

@@ -1,4 +1,6 @@
-"""A benchmark without weights: `python -m tools.bench --load dummy`.
+"""A benchmark without weights, of one method next to autoregressive decoding.
+
+    python -m tools.bench synthetic --shape llama2-7b-128k --context 122880
 
 Weights and KV cache are random numbers in the shape of a named model, nothing is prefilled, and
 **verdicts are made up**: each guess is accepted with a given probability. All else is computed by
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import sys
 import time
@@ -19,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.apps.bench import spread
-from minitri.apps.cli.arguments import model_of, speculation_of, taken
+from minitri.apps.cli.arguments import OneLineParser, model_of, speculation_of, taken
+from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import where
 from minitri.apps.plan import ACCEPTANCE
 from minitri.core.caches.full import FullCache
@@ -43,6 +46,7 @@ from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.files.fetch import default_draft
 from minitri.files.named_models import MODELS
 from tools.bench.bandwidth import copy_bandwidth, idle_share
+from tools.bench.compare import spread
 from tools.bench.pass_table import pass_table
 from tools.flags import positive
 from tools.runs import begin
@@ -57,14 +61,16 @@ BLOCK = 1 << 22
 """Random numbers that are made; larger tensors repeat them."""
 
 
-def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of made-up weights and verdicts."""
-    group = parser.add_argument_group("--load dummy: made-up weights and verdicts of a shape")
-    add = group.add_argument
-    add("--load", choices=("real", "dummy"), default="real", help="weights")
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m tools.bench synthetic", description=__doc__)
+    add = parser.add_argument
     add("--shape", metavar="NAME", default="llama2-7b-128k", help="a named model")
     text = "tokens; several make a sweep (default: 8192)"
     add("--context", type=positive, action="append", metavar="N", help=text)
+    parser.add_flags("dtype", "attention", "draft_weights", "device", "method", "SIZES", "json")
+    parser.add_flags("max_new_tokens", "prefill_chunk", "offload", "on_chip", "cuda_graphs")
+    parser.set_defaults(method="triforce", max_new_tokens=64, ignore_eos=True, seed=None)
+    return parser
 
 
 @dataclass(frozen=True)
@@ -85,18 +91,12 @@ class Setup:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Setup by the flags. Raises `InputError`."""
-    if args.compare or args.profile or args.coupled:
-        problem = "--load dummy goes with none of --compare, --profile and --coupled"
-        raise InputError(f"{problem}; leave them out")
     if args.shape not in MODELS:
         raise InputError(f"unknown shape {args.shape!r}; use one of minitri --list-models")
     shapes = {name: row.shape for name, row in MODELS.items()}
-    methods = args.methods or ["triforce"]
-    if len(methods) > 1 or methods == ["auto"]:
-        problem = "--load dummy compares one method with autoregressive decoding"
-        raise InputError(f"{problem}; give one --method, not auto")
+    if args.method == "auto":
+        raise InputError("--method is auto, but here it is fixed; give triforce, say")
     args.model = args.shape
-    args.method = methods[0]
     args.gamma1 = args.gamma1 or 2
     args.gamma2 = args.gamma2 or (16 if args.offload else 6)
     draft = model_of(args)["draft"]
@@ -114,8 +114,9 @@ def setup_of(args: argparse.Namespace) -> Setup:
     )
 
 
-def run_synthetic(args: argparse.Namespace) -> None:
+def run_command(args: argparse.Namespace) -> None:
     """Measures a shape with made-up weights and verdicts, and prints."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes to the screen
     with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
         result = sweep_contexts(setup_of(args), args.context or [8192])
     if args.json:
@@ -318,3 +319,6 @@ def fill(tensor: Tensor, scale: float, seed: int = 0) -> None:
     block = block.to(tensor.device, tensor.dtype)
     for part in flat.split(BLOCK):
         part.copy_(block[: len(part)])
+
+
+main = program(build_parser, run_command)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from minitri import Engine, Request, load
-from minitri.apps.bench import compare, summarise
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from tools.bench.compare import compare, summarise
 from tools.paper.continuation import Continuation
 from tools.paper.item import Json
 from tools.paper.scale import Scale

@@ -27,8 +27,8 @@ COMMAND_LINE = r"(?P<command>/\w*)|/(documents|load|save)\s+(?P<file>.+)"
 def ask(
     folder: Path, commands: list[str], obey: Callable[[str], str], status: Callable[[], str]
 ) -> None:
-    """Asks for lines at a terminal until Ctrl-D; `obey` returns what is to be edited once more.
-    Enter ends a question, but a line after a backslash, within triple quotes and with Alt."""
+    """Passes each input at a terminal to `obey`, which returns text to edit again, until Ctrl-D.
+    Enter ends an input, but breaks the line after a backslash, with Alt, or in triple quotes."""
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
@@ -66,20 +66,20 @@ def ask(
             session.output.flush()
 
 
-@functools.lru_cache(1)  # is asked for each line on the screen
+@functools.lru_cache(1)  # called for each line on the screen
 def is_open(text: str) -> bool:
     """Whether triple quotes are open at the end of a text."""
     return text.count('"""') % 2 == 1
 
 
 def let_keys_wait() -> None:
-    """From now on keys that are typed during an answer wait, unseen, for the next question."""
+    """Has the terminal keep keys typed during an answer, unseen, for the next question."""
     atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
     tty.setcbreak(0, termios.TCSANOW)
 
 
 class MarkdownFile(Live):
-    """File that draws its text at a terminal: whole blocks of Markdown, then the end as it is."""
+    """File whose text is drawn at a terminal: blocks as Markdown when complete, the rest plain."""
 
     _text = ""
 
@@ -104,7 +104,7 @@ class MarkdownFile(Live):
         self._draw(self._text)
 
     def _draw(self, text: str) -> None:
-        """Draws Markdown without HTML, which rich would leave out, and ends lines where it does."""
+        """Draws Markdown with its line breaks; its HTML as plain text, which rich would omit."""
         if text.strip():
             block = Markdown("", hyperlinks=False)
             block.parsed = MarkdownIt("js-default").parse(text.replace("\n", "  \n"))
@@ -118,7 +118,7 @@ class MarkdownFile(Live):
 
 
 def answer_file(args: Namespace) -> Any:
-    """Where a chat answer is printed: a file that draws Markdown; None if the terminal cannot."""
+    """Context with a `MarkdownFile` for an answer, or None with --color or a plain terminal."""
     console = Console()
     if args.color or console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()

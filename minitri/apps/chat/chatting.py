@@ -44,7 +44,7 @@ class Chat:
         archive: Archive = Archive(),  # noqa: B008 (of no files)
         output: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        """Begins a chat; answers go to a file that `output` opens, or to standard output."""
+        """Begins a chat; `output` makes a context with the file for an answer, None: stdout."""
         self.talk = talk
         self._archive = archive
         self._output = output
@@ -60,7 +60,7 @@ class Chat:
             self._read(talk)
 
     def status(self) -> str:
-        """Line about the model, the conversation's length, and the speed of the last answer."""
+        """Line with the model, tokens of conversation and context, speed of the last answer."""
         config = self._engine.config
         used = len(self.talk.ids(self.talk.turns))
         return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
@@ -85,7 +85,7 @@ class Chat:
                 command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
             log.error("%s", error)
-            return typed if is_question and len(typed) < 4000 else ""  # which nobody edits
+            return typed if is_question and len(typed) < 4000 else ""  # too long to edit
         except KeyboardInterrupt:
             say("stopped")
         return ""
@@ -141,7 +141,7 @@ class Chat:
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
-        """cut documents to what fits, first the one that was just too long"""
+        """cut documents to what fits from now on, also the one that was just too long"""
         self._args.fit = True
         self.do_documents(self._file)
 
@@ -188,10 +188,10 @@ class Chat:
         return self.talk.turns
 
     def _resume(self, talk: Conversation) -> None:
-        """Continues another conversation; adds documents about which nothing was asked here."""
+        """Switches to another conversation; adds this one's documents if nothing was asked yet."""
         added = () if self.talk.turns else self.talk.documents
         both = replace(talk, documents=[*talk.documents, *added])
-        flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # what is there was cut
+        flags = Namespace(fit=self._args.fit, max_prompt_tokens=None)  # documents are cut already
         try:
             talk = both.with_documents({}, self._engine.config, flags)
         except InputError:
@@ -225,7 +225,7 @@ class Chat:
             raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
-            self._archive.begin()  # another file, as this one has them
+            self._archive.begin()  # a new file: the current one keeps what is forgotten
         state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
         ids = state.token_ids
@@ -244,7 +244,7 @@ class Chat:
             self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
-        """Lets the model write `num_new` tokens, and prints them if `show`."""
+        """Has the model write at most `num_new` tokens; prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
         run = self._engine.generate(
@@ -254,7 +254,7 @@ class Chat:
             **self._settings | limits,
         )
         with self._output() as file:
-            with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
+            with contextlib.suppress(KeyboardInterrupt), run:  # of a second Ctrl-C
                 print_stream(run, self._args, self._engine.config, show=show, file=file)
             if show:
                 print(flush=True, file=file)

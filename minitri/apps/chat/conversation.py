@@ -19,8 +19,8 @@ from minitri.text.tokenizer import Tokenizer
 
 QUESTION = "\nQuestion: "  # without a chat template
 ANSWER = "\nAnswer:"
-TALK_TOKENS = 4096  # room for questions and answers, or else a quarter of the context
-MARK = "<|minitri|>"
+TALK_TOKENS = 4096  # of room for questions and answers, at most a quarter of the context
+MARK = "<|minitri|>"  # in place of a question or an answer when the template is rendered
 
 
 class Document(NamedTuple):
@@ -79,8 +79,8 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy of the conversation with these documents added; a known name is replaced.
-        Flags may cut the longest to one length. Raises `InputError` if there is no room."""
+        """A copy of the conversation with documents added, or replaced, by name in `texts`.
+        --fit and --max-prompt-tokens cut the longest to one length. Raises `InputError`."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
@@ -110,7 +110,7 @@ class Conversation:
         return replace(self, documents=cut)
 
     def cut(self, num_tokens: int) -> "Conversation":
-        """A copy with only the parts of documents in the first tokens of `beginning`."""
+        """A copy with only those parts of documents in the first `num_tokens` of `beginning`."""
         num_tokens -= len(replace(self, documents=()).beginning)
         documents = []
         for name, ids, size in self.documents:
@@ -125,7 +125,7 @@ class Conversation:
         return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of system message, documents and turns; an unfinished last answer goes on."""
+        """Token ids of system message, documents and turns, without an end of the last answer."""
         _, between, after = self._frame
         before = "".join(self.stops)
         ids = [*self.beginning]
@@ -136,7 +136,7 @@ class Conversation:
         return ids
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest turns that fit in `most` tokens, at least the last one."""
+        """The latest of `turns`, at least one, for which `ids` has at most `most` tokens."""
         # A quarter goes at a time, so that few questions make the model read all turns again.
         while len(turns) > 1 and len(self.ids(turns)) > most:
             turns = turns[(len(turns) + 3) // 4 :]

@@ -35,14 +35,14 @@ SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name."""
 UNUSED: dict[str, list[str]] = TABLE["unused"]
-"""Flags that a method ignores."""
+"""For each method, the flags that it ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
 """For each flag, the flags of which one at least must be given too, if the program has any."""
 
 
 class Help(argparse._HelpAction):
-    """The help flag: as --help-all it shows all flags, else those that most people need.
-    Each has its default in its help, if that is a number or a word."""
+    """Action of -h and --help, which show flags that most people need, and of --help-all (all).
+    The help of a flag ends with its default if this is a number or a word."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
         for action in parser._actions:
@@ -60,8 +60,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", *own: type[Any], **settings: Any) -> None:
-        """Makes a parser for a `program` (the word after `minitri`) of help.txt and flags.json.
-        Flags are fields of `SETTINGS` and of the program's `own` classes, which come first."""
+        """Makes a parser for a `program` of help.txt, with its flags in flags.json: fields of
+        `SETTINGS` and of classes in `own`, then others. Without one, argparse's `settings`."""
         if program:
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
             settings = {
@@ -80,12 +80,12 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_flags("quiet", "verbose")
         for title, names in TABLE["programs"][program].items():
             group = self.add_flags(*names, title=title)
-            for flags, options in TABLE["arguments"].get(title or program, {}).items():
-                group.add_argument(*flags.split(), **arguments_of(options))
+            for flag, options in TABLE["arguments"].get(title or program, {}).items():
+                group.add_argument(flag, **arguments_of(options))
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags for these fields, or topics of them; returns their group, if titled."""
+        """Adds flags by names of fields or topics; returns their group, or the parser if none."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
@@ -152,7 +152,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]:
-    """Type of a flag for a number in these limits: in digits from 0 to 9, if `least` is whole."""
+    """Makes the `type` of a flag for a number in these limits, whole if `least` is an `int`."""
     is_whole = isinstance(least, int)
 
     def number(text: str) -> float:
@@ -176,7 +176,7 @@ def arguments_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class GrammarFlag(argparse.Action):
-    """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
+    """Stores a flag's value, or its file's text, as a `Grammar` of the kind that is its `const`."""
 
     def __call__(self, _: object, args: argparse.Namespace, value: Any, *__: object) -> None:
         kind = self.const
@@ -214,7 +214,7 @@ def field_texts(settings: type) -> dict[str, str]:
 def taken(
     settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings of a class, or a copy of `base`, with values by flags. Raises `InputError`."""
+    """Settings of a class, or else `base`, changed by flags and `others`. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 

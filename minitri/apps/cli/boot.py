@@ -20,14 +20,14 @@ from minitri.text.prompt_ids import draw_seed
 def load_engine(
     args: Namespace, *texts: str, usual_tokens: int | None = None
 ) -> "tuple[minitri.Engine, list[list[int]]]":
-    """Opens the files that flags name, encodes prompts (`inputs.encode`), loads the weights."""
+    """Loads the engine that flags name, and encodes `texts` by `inputs.encode`."""
     opened = open_engine(args)
     prompts = [inputs.encode(text, opened, args, usual_tokens=usual_tokens) for text in texts]
     return load_weights(args, opened), prompts
 
 
 def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
-    """Opens the files of the models that the flags name, without weights. Raises `InputError`."""
+    """Opens the models' files by flags, checks sampling and --save-kv. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
     exits.import_pytorch()  # takes seconds
     from minitri.files.snapshots import check_place
@@ -45,7 +45,7 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
 
 
 def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minitri.Engine":
-    """Loads the weights; applies --threads and --kv-store. Raises `InputError`."""
+    """Loads the weights; applies --threads, --bitwise and --kv-store. Raises `InputError`."""
     if args.threads is not None:
         import torch
 
@@ -61,8 +61,8 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 def sampling_of(
     args: Namespace, engine: "minitri.Engine", *notes: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling settings by the flags, else the engine's defaults; and the seed.
-    That is --seed, else drawn, or 0 at temperature 0. Logs model, `notes` and sampling."""
+    """Sampling settings by the flags, else the engine's defaults, and the seed by --seed.
+    Without --seed it is drawn, or 0 at temperature 0. Logs model, `notes` and sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0

@@ -35,7 +35,7 @@ def read_document(file: str, flag: str) -> str:
 
 
 def read_apart(content: bytes) -> tuple[str, str]:
-    """Text and format of a stranger's file, read in a process with limits. Raises `InputError`."""
+    """A stranger's file, read in a sandbox: returns as `_text_of`. Raises `InputError`."""
     with explain("the file cannot be read", f"give {WANTED}"):
         read: Any = SANDBOX.ask(base64.b64encode(content).decode())
     text, encoding = read
@@ -43,13 +43,13 @@ def read_apart(content: bytes) -> tuple[str, str]:
 
 
 def answer(question: str) -> tuple[str, str]:
-    """Answer of the sandbox, in its own process, which leaves the processor to all others."""
+    """Called in the sandbox's process, at lowest priority: `_text_of` for content in base64."""
     os.nice(19)
     return _text_of(base64.b64decode(question))
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
-    """Text of a file's content, and its encoding or format unless UTF-8. Raises `ValueError`."""
+    """Text of a file, and its encoding, PDF, HTML, or "" for UTF-8. Raises `ValueError`."""
     head = content[:1024].lower()
     has_charset = b"charset" in head and HTML.search(head.decode("latin-1"))
     if content.startswith(b"%PDF"):
@@ -72,7 +72,7 @@ def _text_of(content: bytes) -> tuple[str, str]:
 
 
 def _decoded(content: bytes) -> tuple[str, str]:
-    """Content as text, and its encoding unless that is UTF-8. Raises `ValueError`."""
+    """Text of a file, and its encoding, or "" for UTF-8. Raises `ValueError`."""
     text = content.decode("utf-8-sig", errors="replace")
     num_damaged = text.count("\ufffd")
     encoding = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
@@ -96,7 +96,7 @@ def read_text(file: str, flag: str) -> str:
 
 
 def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Any]) -> Any:
-    """Decodes the file that a flag names. Raises `InputError`, which says what is `wanted`."""
+    """Reads and decodes the file that a flag names; `InputError`s advise to give `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:

@@ -28,7 +28,7 @@ def program(
     parallel: bool = False,
 ) -> Callable[..., None]:
     """Makes the `main` of a program, which parses its flags and ends with an exit code.
-    `parallel`: torchrun may start several of it."""
+    `parallel`: whether torchrun may start it in several processes."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
@@ -66,8 +66,8 @@ def program(
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the process with an exit code and at most one line for errors that are no bugs.
-    These are bad input, a missing package, Ctrl-C, and errors of the system such as a full disk."""
+    """Context that exits with a code and at most one line for errors that are no bugs:
+    these are bad input, a missing package, Ctrl-C, and errors of the system such as a full disk."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -94,7 +94,7 @@ def clean_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
-    """Context in which Ctrl-C calls a function."""
+    """Context in which Ctrl-C calls `handler`, a handler of signals."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -111,9 +111,9 @@ def leave(*_: object) -> None:
 def import_pytorch(*, huge_pages: bool = True) -> None:
     """Imports PyTorch and all that loads models, which takes seconds; a second call does nothing.
     `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
-    short texts of a server take much memory. Variables of the environment that are set win."""
+    short texts of a server take much memory. THP_MEM_ALLOC_ENABLE, if set, decides instead."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # a later error says so
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:
         with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt
@@ -125,13 +125,13 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
 
 
 def _let_go() -> None:
-    """Frees imported modules at the end, which takes 0.3 s, only where Triton wants that."""
+    """At exit: has Python free modules, which takes 0.3 s, only where Triton needs that."""
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
 def _end(code: int, line: str = "") -> SystemExit:
-    """Prints why the program ends. The first of several processes prints, and decides the code."""
+    """The exit to raise, its reason printed; of several ranks the first to end decides the code."""
     is_first = True
     if (group := sys.modules.get("minitri.devices.parallel.group")) is not None:
         code, is_first = group.first_end(code)

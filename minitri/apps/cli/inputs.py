@@ -17,8 +17,8 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 
 def find_prompt(args: Namespace) -> tuple[str, str, int | None]:
-    """The prompt by flags, from a pipe or the demo; a phrase on its source; tokens to cut it to.
-    Raises `InputError`."""
+    """The prompt's text by flags, from a pipe or the demo; " of FILE" or "", for a log line; tokens
+    to which `encode` cuts it by default, or None. Raises `InputError`."""
     prompt = args.text if args.prompt is None else args.prompt  # TEXT is --prompt's short form
     if prompt is not None:
         return read_prompt(None, prompt), "", None
@@ -62,8 +62,8 @@ def encode(
     num_new: int | None = None,
     usual_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt, with room for `num_new` or --max-new-tokens. Raises `InputError`.
-    Text is cut, not its chat template: to --max-prompt-tokens, or else to `usual_tokens`."""
+    """Token ids of a prompt that leave room for `num_new` or --max-new-tokens. Raises `InputError`.
+    The text's end, not its chat template's, is cut at --max-prompt-tokens or `usual_tokens`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -38,10 +38,10 @@ key_of = functools.partial(json.dumps, sort_keys=True)  # of an id, for a dictio
 class Line(NamedTuple):
     """A line, not empty, of the file of --prompts."""
 
-    position: int  # among those lines, from 0; added to the seed
+    position: int  # among the lines that are not empty, from 0; added to the seed
     number: int  # in the file, from 1
-    id: Any  # by default the number
-    fields: Json  # the others that are not null
+    id: Any  # of JSON; by default the number
+    fields: Json  # of the line's object, without the id and what is null
     problem: str  # why the line is no object of JSON, if it is none
 
 
@@ -70,9 +70,9 @@ def many(args: Namespace) -> int:
 
 
 def answered(file: Any, name: str) -> dict[str, bool]:
-    """Keys of the answers in an --output file, which it locks, and whether each is an error.
-    Cuts off an incomplete last line. Raises `InputError` if the file is another one."""
-    import fcntl  # not everywhere
+    """Ids (by `key_of`) of the answers in an --output file, and whether each is an error.
+    Locks it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
+    import fcntl  # a module of Unix
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ def read_lines(args: Namespace) -> list[Line]:
 def answers(
     lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
-    """Answers lines of --prompts, each yielded when done; by default with the flags' engine."""
+    """Yields answers to lines of --prompts, each when done; `engine` is by default the flags'."""
     engine = engine or boot.load_engine(args)[0]
     generation = arguments.taken(GenerationConfig, args)
     sampling, seed = boot.sampling_of(args, engine, f"{len(lines)} prompts")

@@ -28,11 +28,11 @@ def json_line(content: Json) -> str:
 
 def where(model: "Llama") -> dict[str, str]:
     """Where a model runs: dtype, device, attention backend and PyTorch version."""
-    import torch  # is there, as the model is
+    import torch  # imported already, by the model
 
     from minitri.devices.cpu.kernels import Kernels
 
-    kernels = getattr(model.attend, "__self__", None)  # whose method it may be
+    kernels = getattr(model.attend, "__self__", None)  # None of a function
     compiled = f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -84,7 +84,7 @@ def tokens(number: int) -> str:
 
 
 def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with a heading, of the named columns that at least one row has."""
+    """A text table with a heading; of the `columns`, parted by spaces, those that a row has."""
     names = [name for name in columns.split() if any(name in row for row in rows)]
     lines = []
     for row in [{name: name.removeprefix("num_").replace("_", " ") for name in names}, *rows]:

@@ -1,4 +1,4 @@
-"""The program `minitri score FILE`: log-probabilities of a text, token by token."""
+"""The program `minitri score FILE`: mean log-probability and perplexity of a text."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from minitri.apps.cli import arguments, boot, documents, exits, report, terminal
 
 
 def run_command(args: Namespace) -> None:
-    """Prints the log-probabilities of the file's text. Raises `InputError`."""
+    """Scores the file's text; --json also prints each log-probability. Raises `InputError`."""
     engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
     run = engine.scoring(ids)
     terminal.print_stream(run, args, engine.config, show=False)

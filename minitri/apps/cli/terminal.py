@@ -22,7 +22,7 @@ COLORS = {  # of a token's origin, with its meaning
 RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
-SLOW = 60  # seconds to read a prompt, beyond which a line says so
+SLOW = 60  # seconds to read a prompt, above which a log line predicts them
 
 
 def shown(text: str) -> str:
@@ -43,8 +43,8 @@ def print_stream(
     show: bool,
     file: Any = None,
 ) -> None:
-    """Runs one prompt with a progress bar, prints the text if `show`, to `file` if there is one.
-    A Ctrl-C stops the run after the next event, a second one at once."""
+    """Runs one prompt with a progress bar, and prints its text if `show`, by default to standard
+    output. Ctrl-C stops the run after the next event, a second one at once."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -75,7 +75,7 @@ def print_stream(
 
 
 def seconds_left(config: minitri.ModelConfig, seconds: float, read: PrefillProgress) -> float:
-    """Seconds until a prompt is read whose first chunk took `seconds`, predicted by FLOPs."""
+    """Seconds until the rest of a prompt is read, by FLOPs; `read` is its first chunk's event."""
     cached, done, total = (
         Workload(config, None, n // 2, 0).read("target", n - 1).flops
         for n in (read.num_cached, read.num_done, read.num_tokens)

@@ -1,8 +1,8 @@
 """Comparisons of the self-test: one engine, one prompt, every speculative method.
 
-Texts: rounding explains a difference if the scores of both tokens differ by at most `bound`: twice
-the largest difference between logits of a single token and of a whole block, but at least the
-spacing of the dtype, divided by the temperature where tokens are sampled.
+Texts: rounding explains a difference if both tokens' scores are at most `bound` below the best.
+That is twice the largest difference between a token's logits from a pass of its own and from one of
+a block, or twice the dtype's spacing if larger, divided by the temperature if that is above 0.
 
 Samples: a plain pass of the model over a finished text gives the distribution p of each token.
 Scores of the emitted tokens are compared with their expected values under p (`martingale.py`):
@@ -86,8 +86,8 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """Larger distance of two tokens' scores from the best one, and what rounding explains of it.
-    Scores, after a text, are logits, or for T > 0 log p plus Gumbel noise."""
+    """How far the worse token of `pair` scores below the best one, and the `bound` of rounding, by
+    a block of `width`. Scores after `text` are logits, or for T > 0 log p plus Gumbel noise."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
@@ -154,7 +154,7 @@ def run_test(
 def probs_of_text(
     engine: Engine, model: Llama, prompt: list[int], new: list[int], sampling: SamplingParams
 ) -> Tensor:
-    """Distributions (N, V) of a model from which N new tokens after a prompt were sampled."""
+    """Distributions (N, V) of a model after a prompt and before each of N `new` tokens."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
     filters = prepare.text_filters(sampling, prompt, engine.tokenizer, engine.config)

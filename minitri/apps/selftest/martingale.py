@@ -22,7 +22,7 @@ class Martingale:
     num_tokens: int = 0
 
     def add(self, token: int, probs: Any, scores: Any) -> None:
-        """Adds a token sampled from `probs`, which has an entry for each token, as `scores` has."""
+        """Adds a token sampled from `probs`; `probs` and `scores` are (V,), V the vocabulary."""
         deviations = scores - probs @ scores
         self.total += float(deviations[token])
         self.variance += float(probs @ deviations**2)

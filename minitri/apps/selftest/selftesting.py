@@ -1,9 +1,9 @@
 """The self-test: does speculation change anything on *your* weights? `minitri selftest`
 
 Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
-token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. In the default
-mode statistical tests of many short texts check that they follow the model's distribution; an alarm
-that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear.
+token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. Above
+temperature 0 statistical tests check that many short texts follow the model's distribution; an
+alarm that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear.
 """
 
 import json
@@ -19,7 +19,7 @@ VERDICTS = {
     "tie": "speculation changes nothing beyond rounding",
     "unclear": "rounding, or a bug; repeat with --dtype float32",
     "BUG": "speculation changes texts, which is a bug",
-}  # from best to worst, with the conclusion from the worst one
+}  # from best to worst; the worst that occurs is the conclusion
 COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least_p_value"
 
 

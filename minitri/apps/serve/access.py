@@ -2,7 +2,7 @@
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
 header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS);
-bodies of other types are refused where the header Origin shows a page.
+bodies of other types are refused where the headers show a page.
 """
 
 import functools
@@ -29,10 +29,10 @@ class Access:
     """Key that clients have to send, or several with spaces between. Default: MINITRI_API_KEY, or
     none."""
     share_prefixes: bool = False
-    """Share cached prefixes between API keys (leaks timing)."""
+    """Reuse cached prompts of one API key for others too, who can tell it by the time."""
     max_requests_per_client: int | None = between(None, 1)
-    """Requests of one key, or without keys of one address, that run or wait; more are answered with
-    429. Default: half of all that may; all with one key, or without keys on this machine only."""
+    """Texts of one client (a key, or without keys an address) that run or wait; more are refused
+    with 429. Default: half of all; all if there is one key, or no key and only this machine."""
 
     @functools.cached_property
     def digests(self) -> set[str]:
@@ -42,7 +42,7 @@ class Access:
             return set()
         if not (keys := text.encode().split()):  # at spaces of ASCII alone
             raise InputError("an API key is empty, so that all could send it; give a text")
-        return {hashlib.sha256(key).hexdigest() for key in keys}  # times to compare tell nothing
+        return {hashlib.sha256(key).hexdigest() for key in keys}  # timing leaks nothing
 
     @property
     def is_for_one(self) -> bool:

@@ -1,7 +1,7 @@
 """Answers of the endpoints in OpenAI's JSON, whole or as a stream, made of a run's events.
 
-Those of /v1/responses are a list of items, messages and calls of functions, whose stream sends them
-piece by piece, as numbered events.
+An answer at /v1/responses is a list of items: thinking, messages and calls of functions. A stream
+sends it piece by piece, as numbered events.
 In addition to OpenAI's fields every answer has its `seed`; with `details` the chunks of a stream
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
@@ -17,12 +17,12 @@ from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import ApiError, Call, Protocol
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
-ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead
+ALIVE = b": still at work\n\n"  # a comment of a stream, by which clients see that it lives
 ITEMS: dict[str, tuple[str, str, Json]] = {
     "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),
     "content": ("message", "output_text", {"role": "assistant"}),
 }
-"""By the kinds of a chat's pieces: types of an item and of its only part, and its other fields."""
+"""By kind of `Piece`: types of its item and of the item's only part, the item's other fields."""
 
 
 def in_stream(content: Json) -> bytes:
@@ -31,7 +31,7 @@ def in_stream(content: Json) -> bytes:
 
 
 def new_id(prefix: str) -> str:
-    """A random id with a prefix, as OpenAI's have one."""
+    """A random id for an answer or a part of it, with a prefix as OpenAI's ids have one."""
     return prefix + secrets.token_hex(12)
 
 
@@ -88,7 +88,7 @@ class Writer:
         return in_stream(error.content)
 
     def _chunk(self, *choices: Json, **others: Json) -> bytes:
-        """Makes a piece of a streamed answer, a server-sent event."""
+        """A server-sent event with `choices` and other fields of a streamed answer."""
         return in_stream({**self._head, "choices": choices, **others})
 
     def _usage(self) -> Json:
@@ -108,7 +108,7 @@ class Writer:
     def _choice(
         self, number: int, text: str, tokens: Sequence[Token], end: End | None = None
     ) -> Json:
-        """JSON of a text, or of a part of it that is streamed."""
+        """OpenAI's choice `number`: a whole text, or a streamed part, the last one with `end`."""
         asked = self._asked
         choice: Json = {"index": number, "logprobs": None}
         reason = end and end.finish_reason
@@ -155,7 +155,7 @@ class Writer:
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        """A token as JSON: text, spelled out if it is a part of a character, and bytes."""
+        """A token as JSON: text (a part of a character by its spelling), logprob and bytes."""
         tokenizer = self._engine.tokenizer
         spelling = tokenizer.token(token_id) or ""
         text = tokenizer.decode([token_id])
@@ -250,7 +250,7 @@ class ResponseWriter(Writer):
                 yield self._item_event(f"{part}.delta", delta=text, logprobs=[])
 
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
-        """Begins an item of the response: a message, or a call."""
+        """Ends the latest item, and begins one of a type: reasoning, message, function_call."""
         yield from self._close("completed")
         item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
         self._items.append(item)

@@ -54,7 +54,7 @@ from minitri.worker import NUM_TICKS, Job, Worker
 SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
-MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # spare files
+MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # 128 other files
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
@@ -90,8 +90,8 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 async def read_body(request: Request, media_type: str, limit: int) -> bytes:
     """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
-    Programs may leave the type out. What a page sends has an Origin or Sec-Fetch-Site: of these
-    types pages of other sites can send nothing unasked."""
+    Only programs may leave the type out: their requests have no Origin or Sec-Fetch-Site. A page of
+    another site must ask (CORS) before it sends bodies of `media_type`."""
     sent = request.headers.get("content-type", "").lower()
     from_page = {"origin", "sec-fetch-site"} & {*request.headers}
     if sent.startswith("multipart/") or (from_page and not sent.startswith(media_type)):
@@ -118,7 +118,7 @@ class Service:
     worker: Worker
     max_open: int  # texts that may run or wait
     access: Access
-    clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
+    clients: Counter[str] = field(default_factory=Counter)  # texts that run or wait
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of documents
 
@@ -143,7 +143,7 @@ class Service:
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     def _admit(self, request: Request) -> str:
-        """Name of a request's client: its key's digest, or its address. Raises `ApiError`."""
+        """Name of the client of an allowed request: key's digest, or address. Raises `ApiError`."""
         access = self.access
         host = request.headers.get("host", "localhost")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
@@ -159,7 +159,7 @@ class Service:
         return f"key {digest}"
 
     async def complete(self, request: Request) -> Response:
-        """Answers a request's body. Its texts count from before their prompt is tokenized."""
+        """Answers at a path of `ENDPOINTS`; while a prompt is tokenized, it counts as one text."""
         client = self._admit(request)
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = await read_body(request, "application/json", limit)
@@ -173,7 +173,7 @@ class Service:
 
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Yields the answer to a call, piece by piece; cancels its texts if the client leaves.
-        Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
+        Raises `ApiError` before the first piece; a later error is the last piece."""
         started = time.monotonic()
         latest: dict[int, float] = {}  # see `metrics.note`
         has_begun = False
@@ -183,7 +183,7 @@ class Service:
             try:
                 if call.requests[0].sampling.grammar or (call.chat and call.chat.functions):
                     compiling = COMPILERS.submit(self.protocol.compiled, call)
-                    job.requests = [*await asyncio.wrap_future(compiling)]  # if a client waits
+                    job.requests = [*await asyncio.wrap_future(compiling)]  # client gone: not begun
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     metrics.note(event, started, latest)
@@ -208,7 +208,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
-        """Context that counts texts of a client. Raises `ApiError` if they are too many."""
+        """Context in which a client has `num` texts more. Raises `ApiError` if too many."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         num_own = self.clients[client]
@@ -244,7 +244,7 @@ class Service:
         return JSONResponse({"object": "list", "data": models})
 
     async def metrics(self, request: Request) -> Response:
-        """Counts and seconds for Prometheus."""
+        """Answers with counts and seconds, see metrics.py, as Prometheus reads them."""
         self._admit(request)
         return Response(generate_latest(), media_type="text/plain; version=0.0.4")
 
@@ -255,7 +255,7 @@ class Service:
 
 
 class Connection(H11Protocol):
-    """A uvicorn connection with limits on connections, and on the time to send a request."""
+    """A uvicorn connection with limits: number, and time to send a request or to read answers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -281,7 +281,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """HTTP server that Ctrl-C and SIGTERM end: then requests have `grace` seconds."""
+    """HTTP server. Requests fail `grace` s after Ctrl-C, or `stall_seconds` without progress."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
         config = uvicorn.Config(

@@ -10,7 +10,7 @@ PIECE = 1000  # characters, of at most 4 bytes: a pipe with room takes 4096 byte
 
 class LossyHandler(logging.StreamHandler[TextIO]):
     """Writes log lines to standard error, but drops those for which its pipe has no room.
-    So nobody waits. The next line counts those that are lost, a part of a long one too."""
+    So nobody waits. The next line says how many were lost, in whole or in part."""
 
     _num_lost = 0
 

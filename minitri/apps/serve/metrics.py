@@ -1,6 +1,6 @@
 """Metrics of a server for Prometheus: texts, tokens, and the seconds that clients wait for them.
 
-They count in the whole process, next to its memory and processor time, which the library adds.
+The library keeps them for the whole process, and adds its memory and processor time.
 """
 
 import time
@@ -15,8 +15,8 @@ SECONDS = Histogram("minitri_seconds", "Until a text's first token, or its next"
 
 
 def note(event: Event, started: float, latest: dict[int, float]) -> None:
-    """Counts an event of a call that `started` then; `latest` has when each of its texts got its
-    latest token, which this updates."""
+    """Counts an event of a call that began at `started`. Reads and updates `latest`, times of the
+    latest token by text. Times are of `time.monotonic`."""
     if isinstance(event, Token):
         now = time.monotonic()
         seconds = SECONDS.labels("next" if event.row in latest else "first")

@@ -1,8 +1,8 @@
 """OpenAI's API: bodies of the endpoints as pydantic models, the `Request`s of the texts that they
 ask for, and errors.
 
-/docs.json has the schemas of the models, which check the bodies. Names and defaults are OpenAI's;
-`top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and `continue_final_message` are additions.
+The models check the bodies, and /docs.json has their schemas. Most names are OpenAI's, others
+vLLM's, such as `top_k`, `min_p` and `ignore_eos`; `speculation` and `details` are minitri's.
 """
 
 import json
@@ -32,8 +32,8 @@ VLLM: Any = {
     "regex": ("regex", str),
     "grammar": ("lark", str),
 }
-"""Kinds of grammars, and types of their texts, by vLLM's names."""
-NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
+"""By vLLM's name of a form: kind of its `Grammar`, and type of the value in JSON."""
+NOTES = {"name", "description", "strict"}  # fields of a response_format that change nothing here
 FORMS = AliasChoices("response_format", "structured_outputs", "text")
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
 
@@ -46,7 +46,7 @@ def like(name: str) -> Any:
 
 
 def read_form(form: Json | None) -> Grammar | None:
-    """Grammar for the form of an answer, in OpenAI's words or in vLLM's. Raises `InputError`."""
+    """Grammar for a `response_format`, OpenAI's or vLLM's; None: text. Raises `InputError`."""
     given = without_null(form or {"type": "text"})
     for name in ("format", "json_schema"):  # which hold the rest at /v1/responses, or in a chat
         if isinstance(given.get(name), dict):
@@ -101,7 +101,7 @@ class Fields(Body):
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
     """Seed of the random numbers, by default drawn: a request has one answer per seed, whatever was
     asked before or runs next to it, unless the server has --no-coupled, or a GPU rounds otherwise.
-    Answer i has that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
+    Its higher and lower 32 bits are combined by exclusive or, and i is added for answer i."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
@@ -113,11 +113,11 @@ class Fields(Body):
     speculation: bool = True
     """Let tokens be guessed; the answer's distribution stays the same."""
     safety_identifier: str = ""
-    """The end user. With keys, cached prompts are shared only where this is the same."""
+    """Name of the end user. With API keys, cached prompts are reused for the same one only."""
     user: str = ""
-    """The end user, if there is no safety_identifier."""
+    """Name of the end user if there is no safety_identifier."""
     prompt_cache_key: str = ""
-    """The end user, if there is no user."""
+    """Name of the end user if there is no user."""
     response_format: Json | None = Field(None, validation_alias=FORMS)
     """Form of the answer: of type text, json_object, or json_schema, with a schema; or in vLLM's
     words, also as structured_outputs: json (a schema), regex, choice, or grammar (Lark). At
@@ -132,7 +132,7 @@ class TextBody(Fields):
     object_type = "text_completion"
     default_length = 16
     prompt: str | Many[int] | Many[str | Many[int]] = ""
-    """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
+    """A text, a list of token ids, or a list of such prompts, which are answered in this order."""
     num_logprobs: int | None = Field(None, ge=0, le=20, validation_alias="logprobs")
     """Add log-probabilities: of each token, and of this many that are likeliest."""
 
@@ -145,7 +145,7 @@ class ChatBody(Fields, Conversation):
     logprobs: bool = False
     """Add log-probabilities."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    """Add them, and those of this many tokens that are likeliest."""
+    """Add log-probabilities: of each token, and of this many that are likeliest."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -185,12 +185,12 @@ class ResponseBody(Fields, Conversation):
     messages: Annotated[
         Many[Message], BeforeValidator(messages_of, json_schema_input_type=str | Many[Json])
     ] = Field(min_length=1, validation_alias="input")
-    """A text, or a list of items: messages of texts, calls of functions and what those gave;
-    reasoning is left out."""
+    """A text, or a list of items: messages of texts, calls of functions and their results; items of
+    reasoning are left out."""
     n: Literal[1] = 1
     """How many answers."""
     details: Literal[False] = False
-    """Events have none."""
+    """Not at this endpoint."""
 
 
 Asked = TextBody | ChatBody | ResponseBody
@@ -205,7 +205,7 @@ class Call(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """Reads bodies of requests for one model."""
+    """Reads bodies of HTTP requests to one model, and makes the texts that they ask for."""
 
     engine: Engine
     names: list[str]  # of the model; answers have the first
@@ -214,8 +214,8 @@ class Protocol(NamedTuple):
     lenient: bool  # whether unknown fields are ignored
 
     def document(self, content: bytes) -> str:
-        """JSON with a file's text, its format, and how many tokens it has.
-        Estimated by the first 32 characters for each token of the context if there are more."""
+        """JSON with a file's text, its encoding or format, and its number of tokens.
+        The number is estimated by the first 32 * `context` characters of a longer text."""
         text, encoding = read_apart(content)
         part = text[: 32 * self.context]
         num_tokens = len(self.engine.tokenizer.encode_marked(part)) * len(text) // len(part)
@@ -223,7 +223,7 @@ class Protocol(NamedTuple):
 
     def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:
         """Makes a `Call` of an HTTP body. Raises `InputError`, or `ApiError` with OpenAI's code.
-        Prompts share the cache only with those of the same salt."""
+        With a `salt`, prompts reuse K and V only of prompts with the same salt and end user."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
         asked = checked(kind, content, lenient=self.lenient)
@@ -259,7 +259,7 @@ class Protocol(NamedTuple):
 
     def compiled(self, call: Call) -> list[Request]:
         """Requests of a call, with their grammar compiled. Raises `InputError`.
-        This may take 3 seconds of processor time; no step of other requests waits for it."""
+        This may take 3 seconds of processor time, so it runs outside of the worker's thread."""
         sampling = call.requests[0].sampling
         grammar: Any = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
         start = matcher.compiled(grammar, self.engine.tokenizer, self.engine.config)

@@ -21,7 +21,7 @@ from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
 
 DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most models
-SHARE = 0.6  # of the memory that is free before weights are read, by default
+SHARE = 0.6  # default --memory, as a share of what is free before weights are read
 
 
 def run_command(args: Namespace) -> None:
@@ -31,7 +31,7 @@ def run_command(args: Namespace) -> None:
     if not (access.digests or access.is_for_one):
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     exits.import_pytorch(huge_pages=False)  # after all flags are checked
-    from minitri.apps.serve.app import Server, Service  # an extra, which --help does without
+    from minitri.apps.serve.app import Server, Service  # needs minitri[serve]
     from minitri.apps.serve.protocol import Protocol
 
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
@@ -62,7 +62,7 @@ def open_worker(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
-    """Starts a worker with a warmed-up run; returns it, its rows, their tokens, and GiB."""
+    """Starts a worker with a warmed-up run; returns it, its rows, tokens per row, GiB."""
     from minitri.worker import Worker
 
     most = engine.config.context_length
@@ -92,15 +92,15 @@ def open_worker(
 def choose_rows(
     engine: "minitri.Engine", shape: MemoryShape, gib: float | None, *, fewest: int
 ) -> tuple[int, float]:
-    """A shape's number of rows, or fewer, that fit into `gib` of memory, with the weights.
-    `gib` None: `SHARE` of what is free. Also the GiB taken. Raises `InputError` below `fewest`."""
+    """How many of a shape's rows fit with the weights into `gib` of memory (None: `SHARE` of what
+    is free), and the GiB that these take. Raises `InputError` below `fewest` rows."""
     from minitri.core.memory import demand_of, room_for  # with PyTorch
 
     models = engine.models
     needs = demand_of(models, shape)
     on_device, on_host = room_for(models.target, needs)
     loaded = {models.target, models.retrieval, models.draft}
-    # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
+    # Unlike `Demand`, this counts fewer bytes for quantized weights, and those of a copy.
     uncounted = sum(model.num_bytes for model in loaded if model) - needs.num_weight_bytes
     free = on_device + uncounted
     most = SHARE * free if gib is None else min(gib * GIB, free)

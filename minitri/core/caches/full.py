@@ -39,7 +39,7 @@ class FullCache(Cache):
         """Yields keys and values (K, S, D) of row b by layer, each pair valid until the next."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
-    held_layers = layers  # also of a row that has ended, whose length is 0
+    held_layers = layers  # all slots, also of a row whose text has ended (length 0)
 
     def tokens(self, b: int, start: int, end: int) -> KV:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
@@ -51,7 +51,7 @@ class FullCache(Cache):
         return keys.index_select(2, places_T), values.index_select(2, places_T)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
-        """Writes one layer's K and V of the first T tokens of the empty row b, before `restore`."""
+        """Writes a layer's K and V of T tokens into empty row b; call `restore` after the last."""
         for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
@@ -62,7 +62,7 @@ class FullCache(Cache):
 
 @dataclass(frozen=True)
 class HeldRow:
-    """K and V of a text, ended, in progress or from a snapshot, in a row of a full cache."""
+    """A text, ended, in progress or from a file, whose K and V are in a row of a full cache."""
 
     full: FullCache  # the cache that has the row
     b: int  # the row in `full`
@@ -71,12 +71,12 @@ class HeldRow:
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[KV]:
-        """K and V (K, T, D) of the first T tokens, layer by layer; restores overwritten slots."""
+        """Restores overwritten slots; yields each layer's K and V (K, T, D), T = `num_tokens`."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
     def num_shared(self, tokens: Tokens, owner: str) -> int:
-        """Number of first tokens in common with an owner's text; 0 if the owner may not reuse."""
+        """Number of first tokens shared with `tokens`; 0 if `owner` may not reuse these K and V."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

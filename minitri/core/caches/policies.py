@@ -2,7 +2,7 @@
 
 At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
 of the latest tokens; the best fill the budget. `ChunkRetrieval` is the paper's and the default. The
-whole of another one, which keeps the chunks with the largest key:
+whole code of another policy, which keeps the chunks with the largest key:
 
     class Largest(minitri.Policy):
         def scores(self, layer, b, q_KRD, chunks_KNMD):
@@ -32,7 +32,7 @@ class Policy:
     wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        """Scores (K, N) of row b's chunks of rotated keys in a layer, for its latest queries."""
+        """Scores (K, N) of row b's N chunks of keys for its latest queries; the best are kept."""
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:

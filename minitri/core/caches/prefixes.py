@@ -1,4 +1,4 @@
-"""The prefix cache: K and V of texts that have ended, reused by prompts that begin alike.
+"""The prefix cache: K and V of texts, ended or in progress, for prompts that begin alike.
 
 K and V of an ended text stay in a row of the full cache, whose length is then 0. Padding of other
 rows' passes overwrites the row's first slots, so a copy of these is saved when the text ends.
@@ -17,7 +17,7 @@ class Store(Protocol):
     """Interface of a store of prompts' K and V that engines share; see `files/kv_store.py`."""
 
     def longer(self, tokens: Tokens, owner: str, held: HeldRow) -> HeldRow:
-        """K and V of the longest stored prefix of `tokens`, or `held` if that is as long."""
+        """K and V of the longest prefix of `tokens` stored for `owner`, or `held` if as long."""
 
     def write(self, source: HeldRow) -> None:
         """Queues the K and V of a prompt to be stored; does not wait for the write."""
@@ -27,10 +27,10 @@ class Store(Protocol):
 
 
 class PrefixCache:
-    """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
+    """Finds K and V of a prompt's first tokens in rows of a full cache, a snapshot, a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """Passes of other rows overwrite the first `num_guarded` slots of an empty row.
+        """`num_guarded`: first slots of an empty row, which passes of other rows overwrite.
         Without `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
@@ -69,7 +69,7 @@ class PrefixCache:
         self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
 
     def adopt(self, other: "PrefixCache") -> None:
-        """Copies the ended texts of another prefix cache to own rows, the longest texts first."""
+        """Copies another prefix cache's ended texts, with K and V, to rows here, longest first."""
         longest_first = sorted(other._ended, key=lambda row: -len(row.tokens))
         for place, row in enumerate(longest_first[: len(self._ended)]):
             b = row.b if self._full is other._full else place
@@ -78,13 +78,13 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_row(self, free_rows: list[int], prompt: Tokens, owner: str) -> int:
-        """Chooses one of `free_rows` for a prompt: most shared tokens, fewest tokens lost."""
+        """The free row whose ended text has most tokens that the prompt shares, less those lost."""
         rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[Tokens], most: int) -> int:
         """Fills the empty row b with K and V of the longest held prefix of its prompt `texts[b]`.
-        Returns how many tokens, at most `most`. `texts` are the texts of all rows."""
+        Returns its number of tokens, at most `most`. `texts` are the texts of all rows."""
         prompt = texts[b]
         self._num_prompt[b] = len(prompt)
         owner = self.owners[b]
@@ -107,8 +107,8 @@ class PrefixCache:
         return num_tokens
 
     def publish(self, b: int, tokens: Tokens) -> None:
-        """Stores K and V of these first tokens of row b's prompt for other engines."""
-        if self.store and not self.snapshot:  # another device may have computed that
+        """Queues K and V of row b's prompt `tokens` for the store; not if there is a snapshot."""
+        if self.store and not self.snapshot:  # which another device may have computed
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:

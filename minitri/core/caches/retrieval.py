@@ -90,7 +90,7 @@ class RetrievalCache(Cache):
             self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
-        """Notes rotated queries of T tokens by which row b has grown, for the next selection."""
+        """Keeps rotated queries of row b's T new tokens, by which the next chunks are selected."""
         W = self._settings.observation_window
         earlier = self._queries[b] if queries_LTHD.shape[1] < W else []
         self._queries[b] = [*earlier, queries_LTHD[:, -W:].clone()][-W:]
@@ -98,12 +98,12 @@ class RetrievalCache(Cache):
             self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def _asking(self) -> AbstractContextManager[None]:
-        """Context of calls of the policy: errors of a user's one become `InputError`s."""
+        """Context for calls of the policy: errors of a user's own policy become `InputError`s."""
         problem = f"the policy {type(self._policy).__name__} failed"
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Called in a pass of the target: rebuilds one layer of the rows that are due for it."""
+        """Called in a pass of the target with a layer's K and V: rebuilds it in all due rows."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)
@@ -154,7 +154,7 @@ class RetrievalCache(Cache):
         return part
 
     def _is_due(self, row: RetrievedRow, num_tokens: int) -> bool:
-        """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
+        """Whether to rebuild the row, from the first `num_tokens` tokens of the text."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
         is_used = row.num_committed > row.built_at  # never built, or used since its build
@@ -192,7 +192,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
-        """Copies row b's new exact K and V: to free slots, then over the least important ones."""
+        """Copies the full cache's new K and V: to free slots, then over the least important."""
         row, end = self.rows[b], self._full.lengths[b]
         while (start := row.num_committed) < end:
             used = self.lengths[b]
@@ -207,7 +207,7 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
-        """Copies row b's new exact K and V in layers with a sliding window."""
+        """Copies row b's new K and V of the full cache, in layers with a sliding window."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

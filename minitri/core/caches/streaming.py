@@ -19,7 +19,7 @@ class StreamingCache(Cache):
     """KV cache of sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """Allocates an empty cache. Raises `InputError` if its window exceeds that of the model."""
+        """An empty cache. Raises `InputError` if it needs more slots than the model has context."""
         config = model.config
         slots = speculation.window_slots
         if slots > config.context_length:

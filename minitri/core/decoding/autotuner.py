@@ -1,8 +1,8 @@
 """Online autotuner: chooses for every step the plan with the highest predicted tokens per second.
 
 A prediction needs two numbers of each stage: the seconds of a round (bytes over bandwidth, times
-one measured factor) and the acceptance rate of its guesses. Choices depend on counts and times of
-the past, never on which tokens were sampled, so the text follows the target's distribution.
+one measured factor) and the acceptance rate of its guesses. A choice depends on counts and times of
+the past, never on tokens to come, so the text follows the target's distribution.
 """
 
 import math
@@ -13,12 +13,12 @@ from minitri.core.settings import StepPlan, num_nodes
 # Measured in sections "Ablation of the autotuner" and "... what auto gains" of tools/RESULTS.md.
 FIRST_RATES = {"draft": 0.5, "retrieval": 0.95}  # assumed before a guess was tested
 FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
-MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict about a row
+MEMORY = 0.97  # factor by which older tested guesses weigh less, for each verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
-EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
+EXPLORATION = 1.005  # bonus factor of a plan per step, after PATIENCE, without one of its stages
 WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `MOST_RECENT`
-CAUTION = 2  # a drafter catches up if the rest of the text is to win this many times its seconds
+CAUTION = 2  # factor by which the seconds that a drafter takes to catch up count
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
@@ -50,7 +50,7 @@ class Autotuner:
         self._num_unused = dict.fromkeys(FIRST_RATES, -PATIENCE)
         self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
         self._num_choices = 0
-        self.num_left = math.inf  # tokens to come of a row, on average
+        self.num_left = math.inf  # tokens that a row may still get, on average
 
     def choose(self) -> StepPlan:
         """The plan of the next step, by predicted speed. Before the first that uses the retrieval
@@ -75,7 +75,7 @@ class Autotuner:
         return self.plan
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
-        """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
+        """Records seconds of a stage's round that verified `num_guesses`, or drafted one token."""
         # The first round of each length is ignored: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self.predict_seconds(stage, num_guesses)
@@ -85,7 +85,7 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Records how many guesses by stage `proposer` for one row were tested and accepted."""
+        """Records how many of a row's guesses by stage `proposer` were tested, and accepted."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 

@@ -65,7 +65,7 @@ class Cascade:
         return self._target.verify(self.sequences, starting, Proposal.nothing(len(starting)))
 
     def catch_up(self) -> None:
-        """Prepares the stages of the next plan: small caches take in the prompt.
+        """Prepares the stages of the current plan: their caches read or copy the prompt.
         Called right after `start`, so that the time of this counts as prefill."""
         self._connect(self._meter.tuner.plan)
         self._meter.clock.settle()  # waits for the device

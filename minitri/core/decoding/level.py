@@ -27,7 +27,7 @@ class Stage:
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)
         self.gamma = 1  # tokens to propose, which a last round may exceed; the target proposes none
-        self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
+        self.below: Stage | None = None  # stage that guesses; `Cascade` sets this and `gamma`
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:

@@ -42,7 +42,7 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Random numbers (B, N + 1), on the host, to verify N guesses and sample the token after.
+        """Uniforms (float64) or keys of noise (int64), (B, N + 1) on the host: N tests and a token.
         Row b has `counts[b]` guesses, from position `starts[b]` on; inactive rows draw none."""
         raise NotImplementedError
 
@@ -60,13 +60,13 @@ class RandomSource:
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
-    """Samples one token (B,) per row by uniform numbers (float64) or by noise keys (int64)."""
+    """Samples one token (B,) per row by uniforms (float64) or by keys of Gumbel noise (int64)."""
     choose = sample if numbers_B.is_floating_point() else gumbel_argmax
     return choose(probs_BV, numbers_B)
 
 
 class IndependentSource(RandomSource):
-    """Random source with fresh uniform numbers for every decision, by one generator per row."""
+    """Draws fresh uniforms, by one generator per row; `kind`: verification by block or token."""
 
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
         super().__init__(verify_block if kind == "block" else verify)

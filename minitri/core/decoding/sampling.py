@@ -48,7 +48,7 @@ def probs_of_rows(
     sampling: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """Next-token distributions (B, N, V) of logits; each row has its own sampling filters."""
+    """Distributions (B, N, V) by the settings of each row; `probs` replaces `probs_from_logits`."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if all(row == sampling[0] for row in sampling):
@@ -87,7 +87,7 @@ def filtered_probs(
 
 def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
     """The lowest score (N, 1) that top-p keeps, in the smallest set of tokens of mass `top_p`.
-    Unless `sort_all`, the host looks at the likeliest tokens first, at more if a row needs more."""
+    `sort_all` sorts whole rows, without a host sync; else the likeliest tokens are tried first."""
     V = scores_NV.shape[-1]
     log_totals_N1 = scores_NV.logsumexp(-1, keepdim=True)
     for size in (*TOP_P_PREFIXES, V):
@@ -104,7 +104,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """Samples one token per row (N,) by inverse CDF, from float64 numbers in [0, 1).
-    Rows need not sum to 1. Tokens of probability 0: none on a CPU, at odds of 1e-11 on CUDA."""
+    Rows need not sum to 1. A token of probability 0 is sampled with odds of 1e-11 on CUDA only."""
     cdf_NV = running_sums(probs_NV)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
@@ -112,12 +112,12 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def running_sums(numbers: Tensor) -> Tensor:
-    """Cumulative sums of each row, float64; on a GPU by parts, to use all multiprocessors."""
+    """Cumulative sums of the last dimension, float64; on a GPU by parts, to use all of it."""
     return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
 
 
 def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
-    """Cumulative sums of each row, float64: within parts of a row, plus the parts before."""
+    """Cumulative sums of the last dimension, float64: of `part` numbers each, plus those before."""
     V = numbers.shape[-1]
     parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
     sums = parts.cumsum(-1, dtype=torch.float64)
@@ -132,7 +132,7 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Log-probabilities of N tokens before all filters, each with the `num_top` likeliest there."""
+    """Log-probability of `tokens[n]` by row n of logits, with those of the `num_top` likeliest."""
     scores_NV = logits_NV.log_softmax(-1)
     scores = scores_NV[range(len(tokens)), tokens].tolist()
     best_NM, ids_NM = scores_NV.topk(min(num_top, scores_NV.shape[1]))
@@ -162,7 +162,7 @@ def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Gumbel noise for each pair of a noise key and a number, such as a token id; float64."""
+    """Gumbel noise, float64, for each int64 key and number; same pairs give the same noise."""
     return -(-hashed_uniforms(keys, numbers).log()).log()
 
 

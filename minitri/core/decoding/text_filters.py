@@ -1,4 +1,4 @@
-"""Text filters: bias, penalties, forbidden tokens and a grammar, which depend on the text so far.
+"""Text filters: bias, penalties, a grammar and forbidden tokens, which depend on the text so far.
 
 Text filters change the logits before `probs_from_logits` makes a distribution of them. So p at a
 position is a function of the history alone, the same at every level, and speculation stays exact.
@@ -30,7 +30,7 @@ class Matcher(Protocol):
         """Advances the matcher by committed tokens of the text."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Mask (V,) of tokens that a grammar forbids after text and guesses; None if it failed."""
+        """Mask (V,) of tokens forbidden after the text and guesses `path`; None: it failed."""
 
 
 class TextFilters:
@@ -137,7 +137,7 @@ class TextFilters:
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """Logits of B rows, copied and changed by text filters; `paths`: guesses before each place."""
+    """A copy of logits by B filters; `paths[b][n]`: tokens before place n that they lack."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
         if row_filters and row:

@@ -35,7 +35,7 @@ class Proposal:
     """q_1 .. q_n of each row: q_i is the distribution of x_i given everything before it."""
     origins: list[list[str]]  # the stage that guessed each token, for display
     failed: Collection[int] = field(default=frozenset(), kw_only=True)
-    """Rows for which a stage below met numbers that are not finite."""
+    """Rows for which a stage that guesses met distributions that are not finite."""
 
     @classmethod
     def of(
@@ -62,7 +62,7 @@ class Proposal:
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def padded(self, numbers_BN: Tensor, N: int, V: int) -> tuple[Tensor, "Guesses"]:
-        """Random numbers and guesses for a pass with places for N guesses, over V tokens."""
+        """Random numbers and guesses, padded for a pass with N guesses per row and V tokens."""
         tokens_BN = self.tokens_BN
         q_BNV = self.probs_BNV
         pad = N - tokens_BN.shape[1]
@@ -73,8 +73,8 @@ class Proposal:
         return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
 
     def emitted(self, verdict_BX: Tensor) -> Rows:
-        """Each row's accepted guesses and one token, by `Verdict.packed`; the host waits for it.
-        No tokens of a row whose p or q is not finite."""
+        """A packed `Verdict` as lists: each row's accepted guesses and one token; the host waits.
+        A row whose p or q is not finite gets no token."""
         return [
             [*tokens[:n], last] if is_finite and b not in self.failed else []
             for b, (n, last, is_finite, *tokens) in enumerate(verdict_BX.tolist())
@@ -91,7 +91,7 @@ class Output:
 
     probs_BNV: Tensor  # after all filters
     logits_BNV: Tensor  # of the model alone
-    filtered_BNV: Tensor  # logits after penalties, bias and grammar
+    filtered_BNV: Tensor  # logits after text filters, see `TextFilters.apply`
     emitted_rows: Rows | None = None  # each row's new tokens, if the pass verified guesses, too
 
     def emitted(
@@ -154,13 +154,13 @@ class Verdict(NamedTuple):
 
 
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
-"""A verification rule: judges guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1)
+"""A verification rule: tests guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1)
 without a host sync."""
 
 
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
-    """Applies a rule to a proposal: each row's accepted guesses and one token.
-    No tokens of a row whose p or q is not finite."""
+    """Applies a rule to a proposal; returns each row's accepted guesses and one more token.
+    A row whose p or q is not finite gets none."""
     inputs = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
     inputs = tree_map(lambda it: it.to(p_BNV.device, non_blocking=True), inputs)
     return proposal.emitted(rule(p_BNV, *inputs).packed(inputs[1]))

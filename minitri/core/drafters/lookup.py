@@ -17,7 +17,7 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.runner import ModelRunner
 from minitri.core.stats import Meter, Tokens, num_common
 
-LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
+LEAST_CHANCE = 0.05  # least predicted chance that a guess is accepted, see tools/RESULTS.md
 LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
 MOST_PLACES = 1000  # latest places of a pair that a lookup compares, in 0.1 ms at most
 
@@ -27,7 +27,7 @@ class GrowingText:
 
     def __init__(self) -> None:
         self.tokens: Tokens = []
-        self._places = defaultdict[tuple[int, ...], list[int]](list)  # ends of each pair
+        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
         self._guess: Tokens = []  # latest guesses right after the committed tokens
         self._size = 0  # bit length of the length of the match that gave these guesses
         self._tested = Counter[int]()  # tested guesses, by `_size`
@@ -45,7 +45,7 @@ class GrowingText:
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: Tokens, gamma: int) -> Tokens:
-        """Guesses up to `gamma` tokens after `sequence`: the committed text and earlier guesses."""
+        """Guesses up to `gamma` tokens after `sequence`: committed text, then earlier guesses."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
         if guess:
@@ -59,7 +59,7 @@ class GrowingText:
 
     def lookup(self, sequence: Tokens, limit: int) -> tuple[int, Tokens]:
         """Finds the longest earlier match, of 2 tokens or more, of the last tokens of `sequence`.
-        Returns its length and the `limit` tokens after it, cyclic if fewer follow."""
+        Returns its length and the `limit` tokens after it, repeated if fewer follow."""
         tokens = self.tokens
         best = 1
         end = 0

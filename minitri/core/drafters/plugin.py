@@ -4,7 +4,7 @@
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-A drafter cannot change a text. If it fails, an `InputError` ends the run. Legend: B rows, V vocab.
+A drafter cannot change a text's distribution. Its errors end the run. Legend: B rows, V vocab.
 """
 
 import copy

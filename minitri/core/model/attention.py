@@ -19,8 +19,8 @@ from torch import Tensor
 Attend = Callable[..., Tensor]
 """Attention, called as `attend_math` is: softmax with scale 1 / sqrt(D), (B, T, H, D) in the
 queries' dtype. The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the
-block; other slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, if T is
-small."""
+block; other slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, for short
+blocks on a GPU."""
 
 
 def attend_math(
@@ -71,8 +71,8 @@ class Window:
     def __init__(
         self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
-        """Makes windows of `size` tokens, of which at most `reach` are cached.
-        `slots_BN` has the slots of all tokens that the block sees, its own last."""
+        """Makes windows of `size` tokens, from the block and at most `reach` tokens before it.
+        `slots_BN`: slots, of `num_slots`, of all tokens that the block sees, its own last."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text
@@ -85,7 +85,7 @@ class Window:
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
     ) -> Tensor:
-        """Attention of each query to its sliding window, with its own lengths and mask."""
+        """Attention of each query to its sliding window; the lengths and mask given are ignored."""
         T, H = q_BTHD.shape[1:3]
         K = keys_BKSD.shape[1]
 

@@ -18,7 +18,7 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one token list per row, read after the cached tokens."""
+    """Reads a token list per row by `Llama.forward`; returns final hidden states (B, T, E)."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 

@@ -28,7 +28,7 @@ class BlockKV(NamedTuple):
     """K and V of a block in one layer."""
 
     raw_keys_BTKD: Tensor  # before the rotary embedding
-    keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
+    keys_BTKD: Tensor  # rotated by the positions of the block's tokens
     values_BTKD: Tensor  # V of the block
     slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
 
@@ -89,7 +89,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def take_committed(self, active: Sequence[bool]) -> None:
-        """Called before a step: active rows copy new committed tokens from another cache."""
+        """Called before a step: a retrieval cache copies new committed K and V of active rows."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""
@@ -117,7 +117,7 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Keeps one path of a tree: moves tokens at `path` in row b's block after its first one."""
+        """Moves K and V at `path` in row b's block, a tree, to right after its first token."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 

@@ -56,8 +56,8 @@ class Execution:
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # replace those of verification.py
     draft_round: "Round | None" = None  # a draft model's round in one call
-    is_narrow: bool = False  # see `roofline.NARROW_CPU`
+    is_narrow: bool = False  # a CPU without AVX-512, see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
-    computed_by: str = ""  # kernels, processor and threads, or the kind of device
+    computed_by: str = ""  # describes kernels, processor and threads, or the device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     identify: Callable[[], str] = str  # digests the files of the weights; "" if there are none

@@ -1,7 +1,7 @@
 """The Llama network in PyTorch; its cache and its attention function are passed in.
 
 The network knows neither which kind of cache it writes to nor how attention is computed. Parameters
-have the names of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.
+have the names of Hugging Face's Llama, except that q, k, v and gate, up are one matmul each.
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, S
 slots of a cache, V vocab, N guesses.
 """
@@ -41,7 +41,7 @@ class Block:
 
 
 class Llama(nn.Module):
-    """A Llama, or a related model that differs in `ModelConfig` alone; weights are not set."""
+    """A Llama, or a related model that `ModelConfig` describes; a checkpoint fills its weights."""
 
     embedding_sample: Tensor  # some of the target's embeddings, in a drafter without a table
 
@@ -151,8 +151,8 @@ class Pass:
     mask_TT: Tensor | None  # which token sees which, see `attention.py`
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
-    layers: list[int] | None = None  # numbers of those that are computed, if these are not all
-    in_windows: "Pass | None" = None  # of layers with a sliding window, if they differ
+    layers: list[int] | None = None  # numbers of the layers to compute; None: all
+    in_windows: "Pass | None" = None  # what layers with a sliding window use instead
 
 
 class Layers(nn.ModuleList):

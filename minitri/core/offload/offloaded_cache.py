@@ -65,7 +65,7 @@ class OffloadedFullCache(FullCache):
         self._subscriber: weakref.ref[RetrievalCache] | None = None
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Makes passes call `cache.select` on each layer while it is on the device; None: not."""
+        """Makes passes call `cache.select` with each layer while on the device; None stops that."""
         # A cycle of strong references would keep both after the run.
         self._subscriber = weakref.ref(cache) if cache else None
 
@@ -101,14 +101,14 @@ class OffloadedFullCache(FullCache):
         return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues copies to the device of a hosted layer and the next; returns its buffer."""
+        """Queues copies of a layer and the next from host to device; returns the layer's buffer."""
         buffer = self.fetch(layer, self._by_row())
         if layer + 1 < self.on_chip + len(self.host_LBSPKD):
             self.fetch(layer + 1, self._by_row())
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
-        """Queues copies of each row b's tokens before `ends[b]` to the layer's buffer."""
+        """Queues copies of each row b's tokens before `ends[b]` to a layer's buffer; returns it."""
         hosted = layer - self.on_chip
         buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:

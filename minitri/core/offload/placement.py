@@ -72,7 +72,7 @@ class Demand:
         proposing = copy_bytes(config, self.copy_bits)
         if self.drafter:
             proposing += num_weights(self.drafter) * self.itemsize
-        # Layer-major prefill keeps the hidden states of the whole prompt.
+        # Prefill layer by layer keeps the hidden states of the whole prompt.
         hidden = bool(hosted) * self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": self.weight_bytes or num_weights(config) * self.itemsize,

@@ -1,4 +1,4 @@
-"""Copies next to the computation: a CUDA stream, page-locked host memory, and a clock of events.
+"""Copies that overlap the computation: a CUDA stream, page-locked host memory, a clock of events.
 
 Host memory for K and V is reused, as to lock 60 GiB takes tens of seconds.
 """
@@ -17,7 +17,7 @@ from minitri.core.stats import Clock
 
 
 class CopyStream:
-    """A CUDA stream for copies, next to the device's current one."""
+    """A CUDA stream for copies that overlap the work of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -81,7 +81,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Lends uninitialised memory until `borrower` is freed: the kept block if large enough."""
+        """Lends uninitialised memory until `borrower` is freed: the last freed, if large enough."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
@@ -99,7 +99,7 @@ class HostMemory:
 
 @torch.inference_mode(False)  # the memory may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocates uninitialised bytes, for a GPU page-locked: copies run next to the computation."""
+    """Allocates uninitialised bytes, for a GPU page-locked: copies overlap the computation."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -13,8 +13,8 @@ KINDS = {"pointers": ctypes.c_void_p, "integers": ctypes.c_int64, "doubles": cty
 
 
 def layout(**names: str) -> list[tuple[str, Any]]:
-    """Entries for ctypes' `_fields_`, by the names of the fields of each kind.
-    Kinds, in the order given, are pointers, integers and doubles."""
+    """Entries for ctypes' `_fields_`: a keyword is a kind of `KINDS`, its text has fields' names.
+    The fields get the order in which they are given, that of the C++ struct."""
     return [(name, KINDS[kind]) for kind, text in names.items() for name in text.split()]
 
 
@@ -28,7 +28,7 @@ class Struct(ctypes.Structure):
             super().__setattr__(f"_{name}", value)  # keeps tensors alive, also those of a struct
         super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
-    fill = ctypes.Structure.__init__  # sets some fields, and leaves the others
+    fill = ctypes.Structure.__init__  # sets the fields given as keywords, leaves the others
 
 
 class AttentionArguments(Struct):
@@ -41,7 +41,7 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for a linear layer over few rows or many, or its norm alone."""
+    """Arguments of the C++ kernels for a linear layer over few or many rows, and for RMSNorm."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
@@ -51,7 +51,7 @@ class LinearArguments(Struct):
 
 
 class ConvertArguments(Struct):
-    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack those of a file."""
+    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack a GGUF file's."""
 
     _fields_ = layout(pointers="weights rows out", integers="N E row_bytes")
 
@@ -71,7 +71,7 @@ class FilterArguments(Struct):
 
 
 class VerifyArguments(Struct):
-    """Arguments of the C++ kernel for the rules of verification."""
+    """Arguments of the C++ kernel for the rules `verify` and `verify_block`, which test guesses."""
 
     _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
 
@@ -94,12 +94,12 @@ class LayerWeights(Struct):
     ]
 
 
-class PassArguments(Struct):
+class PassArguments(AttentionArguments):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin keys values raw_keys queries lengths mask seconds",
-        integers="L B T W E H K D kv_layer kv_batch kv_head kv_slot queries_layer is_tiled",
+        pointers="layers x cos sin raw_keys queries",
+        integers="L W E kv_layer queries_layer",
         doubles="eps scale",
     )
 
@@ -119,6 +119,6 @@ class RoundArguments(Struct):
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raises `OSError` if a struct has another size in the compiled library than here."""
     library.minitri_sizeof.restype = ctypes.c_int64
-    for struct in Struct.__subclasses__():
+    for struct in [*Struct.__subclasses__(), *AttentionArguments.__subclasses__()]:
         if library.minitri_sizeof(struct.__name__.encode()) != ctypes.sizeof(struct):
             raise OSError(f"{struct.__name__} has another size in C++ than in devices/cpu/abi.py")

@@ -8,12 +8,9 @@
 
 #pragma once
 
-#include "gemm.h"
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(HAS_BF16_PAIRS)
-#define HAS_MATRIX_UNIT 1
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
+#include "gemm.h"
 
 namespace {
 
@@ -24,27 +21,22 @@ template <class Op> struct MatrixUnit {
     template <class... Arguments> static void multiply(Arguments...) {}
 };
 
-#ifdef HAS_MATRIX_UNIT
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(HAS_BF16_PAIRS)
 template <> struct MatrixUnit<Pairs> {
     static constexpr long REQUEST = 0x1023, TILE_DATA = 18;
     inline static const int ROWS = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 ? 16 : 0;
 
     // Prepares this thread for products of M rows.
     static void use(int M) {
-        struct {
-            uint8_t palette = 1, start = 0, none[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } form;
+        uint8_t form[64] = {1};  // the palette; from 16 on bytes of rows, from 48 on rows
         for (int i = 0; i < 6; ++i) {
-            form.bytes[i] = 4 * LANES;
-            form.rows[i] = uint8_t(i < 5 ? M : LANES);  // 0 to 3: sums, 4: rows, 5: columns
+            form[16 + 2 * i] = 4 * LANES;
+            form[48 + i] = uint8_t(i < 5 ? M : LANES);  // 0 to 3: sums, 4: rows, 5: columns
         }
-        _tile_loadconfig(&form);
+        _tile_loadconfig(form);
     }
 
-    // As the function `multiply` of gemm.h, for the M of `use`. Prefetches rows that are `ahead`
-    // units further, unless that is 0.
+    // As `multiply` of gemm.h, for the M of `use`. Prefetches rows `ahead` units further, if not 0.
     static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> panels,
                          int num_columns, int steps, float* sums, bool from_zero, int64_t ahead) {
 #define FOR_PANELS(DO)    \

@@ -18,10 +18,11 @@ constexpr int64_t MOST_FLOATS = 1 << 20;  // floats of all parts, unless threads
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct AttentionArguments {
-    const void *q, *keys, *values;  // queries: (B, T, H, D)
-    void* out;                      // as q
-    const int64_t* lengths;         // (B): prefixes
-    const uint8_t* mask;            // (T, T), or null: causal
+    const void* q;           // (B, T, H, D)
+    void *keys, *values;     // of a cache; only a pass writes them
+    void* out;               // as q
+    const int64_t* lengths;  // (B): prefixes
+    const uint8_t* mask;     // (T, T), or null: causal
     int64_t B, T, H, K, D;
     int64_t kv_batch, kv_head, kv_slot;  // strides, in numbers
     int64_t is_tiled;                    // see `devices/cpu/tiles.py`
@@ -48,57 +49,47 @@ template <class Number> struct Scratch {  // aligned memory of a thread, kept be
 // its rows only. The pieces of a group have the same rows.
 struct Plan {
     const AttentionArguments& a;
-    int64_t G, width;  // query heads of a KV head; D, padded to whole panels of pairs
-    int64_t tile_rows, num_tiles, num_pieces, num_groups, longest;
-    int64_t part_floats, groups_at_once;  // groups that have parts at a time
-
-    Plan(const AttentionArguments& a, bool is_short) : a(a), G(a.H / a.K) {
-        width = round_up(a.D, 2 * PANEL);
-        tile_rows = std::min<int64_t>(a.T * G, TILE);
-        num_tiles = ceil_div(a.T * G, tile_rows);
-        longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;
-        num_pieces = is_short ? ceil_div(longest, PIECE) : 1;
-        num_groups = a.B * a.K * num_tiles;
-        // A matrix unit writes sums after the last row.
-        part_floats = (tile_rows + MOST_ROWS) * width + tile_rows * (1 + LANES);
-        // Memory grows with the context, but not with B or K.
-        const int64_t few =
-            std::max(MOST_FLOATS / part_floats, 16 * Pool::num_threads) / num_pieces;
-        groups_at_once = num_pieces > 1 ? std::clamp<int64_t>(few, 1, num_groups) : num_groups;
-    }
+    bool is_short;
+    int64_t G = a.H / a.K;                     // query heads of a KV head
+    int64_t width = round_up(a.D, 2 * PANEL);  // D, padded to whole panels of pairs
+    int64_t tile_rows = std::min<int64_t>(a.T * G, TILE);
+    int64_t num_tiles = ceil_div(a.T * G, tile_rows);
+    int64_t longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;
+    int64_t num_pieces = is_short ? ceil_div(longest, PIECE) : 1;
+    int64_t num_groups = a.B * a.K * num_tiles;
+    // A matrix unit writes sums after the last row.
+    int64_t part_floats = (tile_rows + MOST_ROWS) * width + tile_rows * (1 + LANES);
+    // Groups that have parts at a time: memory grows with the context, but not with B or K.
+    int64_t few = std::max(MOST_FLOATS / part_floats, 16 * Pool::num_threads) / num_pieces;
+    int64_t groups_at_once = num_pieces > 1 ? std::clamp<int64_t>(few, 1, num_groups) : num_groups;
 };
 
 // The result of a task, before division: weighted sums of values (rows, width), the score near the
 // largest that they are relative to (rows), and sums of weights by lanes (rows, LANES).
 struct Part {
-    float *sums, *largest, *totals;
-    Part(float* memory, const Plan& plan) : sums(memory) {
-        largest = sums + (plan.tile_rows + MOST_ROWS) * plan.width;
-        totals = largest + plan.tile_rows;
-    }
+    const Plan& plan;
+    float* sums;
+    float* largest = sums + (plan.tile_rows + MOST_ROWS) * plan.width;
+    float* totals = largest + plan.tile_rows;
 };
 
-// Rows [first, first + R) of one KV head, whose row r is token r / G and query head r % G, over the
-// slots [begin, end).
+// Rows [first, first + R) of a KV head over slots [begin, end); row r: token r / G, head r % G.
 struct Task {
     const Plan& plan;
-    int64_t b, k, first, R, begin, end;
+    int64_t group, begin;
+    const AttentionArguments& a = plan.a;
+    int64_t k = group / plan.num_tiles % a.K, b = group / plan.num_tiles / a.K;
+    // Later tiles of a long block see more, so they come first: nobody waits for them.
+    int64_t first = (plan.num_tiles - 1 - group % plan.num_tiles) * plan.tile_rows;
+    int64_t R = std::min(a.T * plan.G - first, plan.tile_rows);
+    int64_t seen = a.lengths[b] + (a.mask ? a.T : token(R - 1) + 1);  // slots by any row
+    int64_t end = plan.num_pieces > 1 ? std::min(seen, begin + PIECE) : seen;
 
-    Task(const Plan& plan, int64_t group, int64_t piece) : plan(plan), begin(piece * PIECE) {
-        const AttentionArguments& a = plan.a;
-        // Later tiles of a long block see more, so they come first: nobody waits for them.
-        first = (plan.num_tiles - 1 - group % plan.num_tiles) * plan.tile_rows;
-        k = group / plan.num_tiles % a.K;
-        b = group / plan.num_tiles / a.K;
-        R = std::min(plan.tile_rows, a.T * plan.G - first);
-        end = a.lengths[b] + (a.mask ? a.T : token(R - 1) + 1);
-        if (plan.num_pieces > 1) end = std::min(end, begin + PIECE);
-    }
     int64_t token(int64_t r) const { return (first + r) / plan.G; }
     // Where the query or result of row r begins in a tensor (B, T, H, D).
     int64_t place(int64_t r) const {
         const int64_t head = k * plan.G + (first + r) % plan.G;
-        return ((b * plan.a.T + token(r)) * plan.a.H + head) * plan.a.D;
+        return ((b * a.T + token(r)) * a.H + head) * a.D;
     }
 };
 
@@ -116,7 +107,7 @@ template <class Op> void copy_queries(const Task& task, typename Op::Unit* to) {
 // Replaces scores (M, BLOCK) of the rows [r, r + M) of a task and the slots from `s` on by minus
 // infinity where a token does not see a slot.
 inline void mask_block(const Task& task, int r, int M, int64_t s, float* scores) {
-    const AttentionArguments& a = task.plan.a;
+    const AttentionArguments& a = task.a;
     const int64_t block = a.lengths[task.b] - s;  // where the block's tokens begin
     for (int m = 0; m < M && block < BLOCK; ++m) {
         const int64_t t = task.token(r + m);
@@ -130,8 +121,7 @@ inline void mask_block(const Task& task, int r, int M, int64_t s, float* scores)
 constexpr float SLACK = 8.0f;  // powers of 2
 
 // Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are above a number
-// near the largest. Where one is far above that of the row so far, rescales what the row has
-// summed.
+// near the largest. Where one is far above that number so far, rescales the row's sums.
 template <class Op>
 void update_softmax(float* scores, float scale, const Part& part, int64_t r, int width) {
     Vec top = load(scores);
@@ -169,7 +159,7 @@ void attend_block(const Task& task, const Part& part, const typename Op::Unit* q
                   Columns<Op, Number> keys, Columns<Op, Number> values) {
     const int R = int(task.R), width = int(task.plan.width), steps = width / Op::STEP;
     const int together = rows_together<Op>(R);
-    const float scale = LOG2_E / std::sqrt(float(task.plan.a.D));
+    const float scale = LOG2_E / std::sqrt(float(task.a.D));
     for (int r = 0; r < R; r += together) {
         const int M = std::min(together, R - r);
         alignas(64) float scores[MOST_ROWS * BLOCK];
@@ -199,7 +189,7 @@ template <class Op> void attend(const Task& task, const Part& part) {
     using Unit = typename Op::Unit;
     using Column = typename Op::Column;
     static thread_local Scratch<Unit> memory;
-    const AttentionArguments& a = task.plan.a;
+    const AttentionArguments& a = task.a;
     const int width = int(task.plan.width), steps = width / Op::STEP, D = int(a.D);
     const size_t block_units = size_t(steps) * BLOCK;
     Unit* block_keys = memory.get(2 * block_units + size_t(task.R + MOST_ROWS) * steps);
@@ -231,11 +221,10 @@ template <class Op> void attend(const Task& task, const Part& part) {
     }
 }
 
-// Writes the rows of a task: their sums, of the parts of all pieces in their order, over their
-// totals.
+// Writes the rows of a task: sums of the parts of all pieces, in their order, over their totals.
 template <class T> void merge(const Task& task, float* memory) {
     const Plan& p = task.plan;
-    auto part = [&](int64_t i) { return Part(memory + i * p.part_floats, p); };
+    auto part = [&](int64_t i) { return Part{p, memory + i * p.part_floats}; };
     for (int64_t r = 0; r < task.R; ++r) {
         float sums[MAX_WIDTH] = {}, total = 0.0f, top = MINUS_INFINITY;
         for (int64_t i = 0; i < p.num_pieces; ++i) top = std::max(top, part(i).largest[r]);
@@ -252,7 +241,7 @@ template <class T> void merge(const Task& task, float* memory) {
 
 template <class Op> void attention(const AttentionArguments& a, bool is_short) {
     static thread_local Scratch<float> part_memory;
-    const Plan plan(a, is_short);
+    const Plan plan{a, is_short};
     const int64_t P = plan.num_pieces;
     float* parts = part_memory.get(P > 1 ? plan.groups_at_once * P * plan.part_floats : 0);
     std::vector<std::atomic<int>> num_done(plan.num_groups);  // pieces of each group; 0 at first
@@ -262,9 +251,9 @@ template <class Op> void attention(const AttentionArguments& a, bool is_short) {
         Pool::get().run(num_tasks, num_numbers, [&](int64_t i) {
             static thread_local Scratch<float> own_memory;
             const int64_t group = start + i / P, piece = i % P;
-            const Task task(plan, group, piece);
+            const Task task{plan, group, piece * PIECE};
             float* memory = P > 1 ? parts + i * plan.part_floats : own_memory.get(plan.part_floats);
-            attend<Op>(task, Part(memory, plan));
+            attend<Op>(task, Part{plan, memory});
             // The task that finishes a group as the last one merges its pieces.
             if (num_done[group].fetch_add(1, std::memory_order_acq_rel) + 1 < P) return;
             merge<typename Op::Stored>(task, memory - piece * plan.part_floats);

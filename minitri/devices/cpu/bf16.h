@@ -13,8 +13,8 @@
 
 namespace {
 
-#ifdef HAS_BF16_PAIRS
-// The operand: a lane holds two neighbours in K, whose products are added by one instruction.
+#if defined(HAS_AVX512) && defined(__AVX512BF16__)
+#define HAS_BF16_PAIRS 1
 struct Pairs {
     using Stored = BFloat16;
     using Unit = uint32_t;

@@ -1,8 +1,8 @@
 """Finds the CPU kernels in the wheel, or compiles them for this processor when first needed.
 
 A wheel has a library for each of LEVELS; the best that the processor can run is used, unless CXX
-names a compiler. Names of libraries have a digest of the sources, and of what was built here also
-of flags, $CXX and processor, so that no library of another machine or version is used.
+names a compiler. A library's name has a digest of the sources and flags, and, if it was built here,
+of $CXX, instructions and processor, so that none of another machine or version is used.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ V3 = "avx2 bmi1 bmi2 f16c fma abm movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 BF16 = f"{V4} avx512_bf16 avx512_vnni"
 LEVELS = {"amx": f"{BF16} amx_bf16", "bf16": BF16, "avx512": V4, "avx2": V3, "neon": "asimd"}
-"""What /proc/cpuinfo says of a processor that can run a library of a wheel; the best one first."""
+"""Libraries of a wheel, best first, with words in /proc/cpuinfo of processors that can run them."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -35,7 +35,7 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the library of SOURCE, and builds it first if necessary. Raises `OSError`."""
+    """Loads the library of SOURCE; compiles it if there is none. Raises `OSError`, `InputError`."""
     for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))
@@ -62,15 +62,15 @@ def has_kernels() -> bool:
 
 
 def let_threads_sleep() -> None:
-    """Called before PyTorch is imported, so that its idle threads sleep while kernels compute.
-    Spinning threads take cores: prompts are read 1.5 times as fast. Without kernels they spin."""
+    """Makes PyTorch's idle threads sleep, not spin, if there are kernels; call before importing it.
+    Spinning threads take cores from the kernels: to read a prompt then takes 1.5 times as long."""
     is_set = "GOMP_SPINCOUNT" in os.environ  # by the user, or by an earlier call
     if not is_set and os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def candidates() -> Iterator[Path]:
-    """Libraries that this processor can run, best first: of a wheel, then the one built here."""
+    """Paths of libraries that this processor can run, best first: a wheel's, then the built one."""
     wanted = os.environ.get("MINITRI_KERNELS", "")
     if CPUINFO.exists() and not os.environ.get("CXX"):
         found = {file.name.split("-")[1]: file for file in SOURCE.parent.glob(wheel_name())}
@@ -83,13 +83,13 @@ def candidates() -> Iterator[Path]:
 
 
 def wheel_name(level: str = "*", compiler: str = "*") -> str:
-    """Name of a kernel library in a wheel; by default a pattern of all that fit SOURCE."""
+    """File name of a wheel's library; `level` is of LEVELS. By default a pattern of all names."""
     return f"{SOURCE.stem}-{level}-{_digest()}-{compiler}.so"
 
 
 def built_library() -> Path:
-    """Path for C++ kernels compiled on this machine; only this user can write to its folder.
-    Raises `OSError` or `InputError`."""
+    """Path for the library compiled on this machine; makes its folder.
+    Raises `OSError` if other users can write to the folder, or `InputError`."""
     folder = weights_folder() / "kernels"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -99,7 +99,7 @@ def built_library() -> Path:
 
 
 def identity(library: ctypes.CDLL) -> str:
-    """Digest of library and processor, which decide how results are rounded. Raises `OSError`."""
+    """Digest of library and processor, on which last bits of results depend. Raises `OSError`."""
     return _digest(Path(library._name).name, *_instructions())
 
 
@@ -109,13 +109,13 @@ def _built_name() -> str:
 
 
 def _digest(*others: str) -> str:
-    """Digest of SOURCE, its headers, flags and other texts."""
+    """Digest of SOURCE, its headers, flags and the texts `others`: 16 hexadecimal digits."""
     sources = (file.read_text("utf-8") for file in sorted(SOURCE.parent.glob("*.[ch]*")))
     return hashlib.sha256("\0".join([*sources, *FLAGS, *others]).encode()).hexdigest()[:16]
 
 
 def architecture() -> str:
-    """The instruction set to compile for, by MINITRI_KERNELS. Raises `InputError`."""
+    """A compiler's name of the instruction set to use, by MINITRI_KERNELS. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
         got = f"MINITRI_KERNELS is {shorten(name, 20)}"
@@ -124,7 +124,7 @@ def architecture() -> str:
 
 
 def _instructions() -> list[str]:
-    """Kind and instructions of this processor, from /proc/cpuinfo, or by the compiler's macros."""
+    """Lines that identify this processor: of /proc/cpuinfo, or the compiler's macros for it."""
     with suppress(OSError):
         lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
         if any(line.startswith(("flags", "Features")) for line in lines):
@@ -142,7 +142,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], *arguments: str) -> str:
-    """Runs the compiler for the wanted instructions and returns its output. Raises `OSError`."""
+    """Runs a compiler for `architecture()`; returns its output. Raises `OSError`, `InputError`."""
     wanted = architecture()
     for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
         command = [*compiler, *target, "-x", "c++", *arguments]

@@ -1,6 +1,6 @@
 """Drafts several tokens with a draft model in one call of the compiled CPU kernels.
 
-A round samples N tokens, one after the other, with the bits of single passes.
+A round samples N tokens of each row in turn, with the bits that a pass for each would give.
 
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
@@ -24,7 +24,7 @@ class DraftRound:
     """A draft model on compiled kernels that guesses whole rounds: see `model.execution.Round`."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """Drafts with `model`; `lender`, another model or itself, has its embedding table."""
+        """Drafts with `model`; `lender`, the target or `model` itself, has its embedding table."""
         assert isinstance(model.layers, KernelLayers)
         self._layers = model.layers
         # Not the model itself, which has this round: a cycle would keep the weights in memory.
@@ -47,13 +47,14 @@ class DraftRound:
         sampling: Sequence[SamplingParams],
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """One round: N guesses (B, N) and distributions (B, N, V), see `model.execution.Round`."""
+        """Reads each row's tokens, `blocks`; returns N guesses (B, N) and q (B, N, vocab_size)."""
         B, N = uniforms_BN.shape
-        T = max(map(len, blocks))
+        num_read = [*map(len, blocks)]
+        T = max(num_read)
         S = cache.capacity
         require(
             uniforms_BN.dtype == torch.float64 and uniforms_BN.is_contiguous(),
-            B == len(blocks) == len(sampling) and N > 0 and min(map(len, blocks)) > 0,
+            B == len(blocks) == len(sampling) and N > 0 and min(num_read) > 0,
             max(cache.lengths) + T + N - 1 <= S,
             tensors=(uniforms_BN,),
         )
@@ -68,9 +69,8 @@ class DraftRound:
         arguments = RoundArguments.from_buffer_copy(self._weights)
         arguments.first = self._layers.arguments(x_BTE, cache)
         arguments.block = torch.tensor([row + [0] * (T - len(row)) for row in blocks])
-        arguments.num_read = torch.tensor([len(row) for row in blocks])
         arguments.fill(cos=self._rotary.cos, sin=self._rotary.signed_sin, N=N, width=vocab_size)
         arguments.fill(filters=ctypes.addressof(filters_B), uniforms=uniforms_BN)
-        arguments.fill(tokens=tokens_BN, probs=probs_BNV)
+        arguments.fill(tokens=tokens_BN, probs=probs_BNV, num_read=torch.tensor(num_read))
         self._layers.kernels.call("round", arguments, x_BTE.dtype)
         return tokens_BN, probs_BNV

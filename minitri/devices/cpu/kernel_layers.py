@@ -1,7 +1,7 @@
 """Modules of a Llama on compiled CPU kernels, and `use_kernels`, which puts them into a model.
 
-A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
-goes through the plain layers with compiled attention and RoPE. Weights may have 4 to 8 bits.
+A short pass is one kernel call for all layers. A block that is part of a prompt, is longer than
+LONGEST_BLOCK or has K and V in host memory goes layer by layer. Weights may have 4 to 8 bits.
 
 Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
 H query heads, K KV heads, D head dim.
@@ -37,11 +37,11 @@ from minitri.devices.cpu.pytorch import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
-Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # a file's matrices, by name and shape
+Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # formats of matrices, by name and shape
 
 
 class KernelLinear(Linear):
-    """Linear layer y = x W^T + b; its `forward` is for long blocks, short passes read W and b."""
+    """Linear layer y = x W^T + b; `forward` is for long blocks, as a short pass is one call."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Makes a layer with bias and weights of `like`; `packed_NX`, if given, replaces these."""
+        """Makes a layer with bias and weights of `like`, or with weights `packed_NX` in `form`."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
@@ -66,9 +66,9 @@ class KernelLinear(Linear):
         return product_RN.view(*x.shape[:-1], -1)
 
     def multiply(self, x: Tensor, kernel: str = "linear", *, is_wide: bool = False) -> Tensor:
-        """Computes the layer by a compiled kernel, in the dtype of x, or float32 if `is_wide`.
-        Kernel "linear" is for few rows, "product" for many: with plain weights it sums over E in
-        order, in float32. With either a row's bits do not depend on other rows or their number."""
+        """Computes y (..., N) of x (..., E) by a compiled kernel; y is float32 if `is_wide`.
+        Kernel "linear" is for few rows, "product" for many; with plain weights, "product" sums over
+        E in order, in float32. By either, a row's bits do not depend on the other rows."""
         x = x.contiguous()
         E = x.shape[-1]
         N = self.out_features
@@ -85,7 +85,7 @@ class KernelLinear(Linear):
         return out
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
-        """W (out_features, in_features), dequantized to `dtype`, or its rows `rows_R` alone."""
+        """W (out_features, in_features), or only its rows `rows_R`; in `dtype` if quantized."""
         if self.form == Form.PLAIN:
             return self.weight if rows_R is None else self.weight[rows_R]
         matrix = (self.weight, self.out_features, self.in_features, self.form)
@@ -93,7 +93,7 @@ class KernelLinear(Linear):
 
 
 class KernelParts(nn.ModuleDict):
-    """A fused projection, such as q, k, v, whose parts have weights in different forms."""
+    """A fused projection, such as q, k, v, whose parts have weights in different formats."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.values()], -1)
@@ -130,7 +130,7 @@ class KernelPartialHead(KernelHead):
 
 
 class KernelLayers(Layers):
-    """All transformer blocks by one call of a kernel, which also writes and reads the cache."""
+    """All transformer blocks; one call of a kernel computes a short pass, and writes the cache."""
 
     def __init__(self, plain: Layers, kernels: Kernels) -> None:
         """Takes over the modules of `plain`, whose linear layers are `KernelLinear` already."""
@@ -159,7 +159,7 @@ class KernelLayers(Layers):
     def arguments(
         self, x_BTE: Tensor, cache: Cache, mask_TT: Tensor | None = None
     ) -> PassArguments:
-        """The arguments of a pass that overwrites the hidden states `x_BTE` with its result."""
+        """Arguments, but for RoPE's, of a pass that writes its output over its input, `x_BTE`."""
         L, _, K, _, _ = cache.keys.shape
         E = x_BTE.shape[2]
         first = self[0]
@@ -167,7 +167,7 @@ class KernelLayers(Layers):
         H, held_K, _ = first.self_attn.heads
         sizes = (len(self), held_K, first.mlp.gate_up_proj.in_features)
         require(sizes == (L, K, E), x_BTE.is_contiguous(), tensors=(x_BTE,))
-        arguments = PassArguments(x=x_BTE, seconds=self.kernels.seconds, L=L, E=E, H=H)
+        arguments = PassArguments(x=x_BTE, L=L, E=E, H=H)
         arguments.fill(layers=ctypes.addressof(self._weights), scale=first.residual_scale)
         arguments.fill(eps=first.input_layernorm.eps, kv_layer=cache.keys.stride()[0])
         slots = [cache.keys, cache.values]
@@ -184,7 +184,7 @@ class KernelLayers(Layers):
 
 
 def weights_of(layer: nn.Module) -> LayerWeights:
-    """Addresses of the weights of a transformer block."""
+    """Addresses of the weights of a transformer block, for the C++ kernels."""
     assert isinstance(layer, Layer)
     attention = layer.self_attn
     qkv = attention.qkv_proj
@@ -203,7 +203,7 @@ def weights_of(layer: nn.Module) -> LayerWeights:
 
 
 def matrix_of(linear: nn.Module) -> Matrix:
-    """Addresses of weights and bias of a linear layer."""
+    """Addresses, sizes and format of a linear layer's weights and bias, for the C++ kernels."""
     assert isinstance(linear, KernelLinear)
     return Matrix(
         weights=linear.weight,
@@ -215,7 +215,7 @@ def matrix_of(linear: nn.Module) -> Matrix:
 
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:
-    """Replaces a model's linear layers, attention, norm and blocks by compiled kernels."""
+    """Puts kernels in place of a model's modules and attention, and sets `model.execution`."""
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
     if model.dtype == torch.float32:  # SiLU on several threads depends on the number of rows
         for layer in layers:
@@ -243,10 +243,10 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 
 
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
-    """Replaces linear layers by empty quantized ones where a file has quantized weights.
-    Returns views of these to fill, by the file's names. `places` has the views of weights that
-    tensors fill. If q, k and v have different forms, the fused projection becomes three; tensors of
-    other fused projections must have one form, or be fused in the file."""
+    """Replaces linear layers by empty quantized ones for the quantized matrices `stored` in a file.
+    Returns uint8 views to fill, by the file's names. `places` has the views of plain weights that
+    these names would fill. If q, k and v differ in format, the fused layer becomes three; another
+    fused layer stays plain unless its parts have one format, or are one matrix in the file."""
     names_at: dict[int, list[str]] = {}  # by memory: a fused layer's parts have other names than it
     for name, place in places.items():
         names_at.setdefault(place.untyped_storage().data_ptr(), []).append(name)
@@ -290,12 +290,12 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
 def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
 
-    The LM head has 8 bits: with 4, SmolLM2 and its copy agree on 79 % of the tokens, not on 99 %.
+    The LM head has 8 bits: so 99 % of the copy's likeliest tokens are SmolLM2's, with 4 bits 79 %.
     """
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # of gates, ups
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # panels of gate and up
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits, layer.kernels.repack)

@@ -11,7 +11,6 @@
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
-#include <chrono>
 #include <string_view>
 #include <system_error>
 
@@ -72,20 +71,15 @@ struct LayerWeights {
     Matrix o, gate_up, down;
 };
 
-struct PassArguments {
+struct PassArguments : AttentionArguments {  // keys and values of all layers; no q and out
     const LayerWeights* layers;
     void* x;                 // (R, E) with R = B T: the residual stream, in place
     const float *cos, *sin;  // (R, D)
-    void *keys, *values;     // of the cache, all layers
     void* raw_keys;          // keys before RoPE, in the same layout; or null
     void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
-    const int64_t* lengths;  // (B): prefixes
-    const uint8_t* mask;     // (T, T), or null: causal
-    double* seconds;         // (2): added up for linear layers and for attention; or null
-    int64_t L, B, T, W, E, H, K, D;
-    int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled;                                             // see `AttentionArguments`
-    double eps, scale;  // of norms; of what attention and MLP add
+    int64_t L, W, E;
+    int64_t kv_layer, queries_layer;  // strides, in numbers
+    double eps, scale;                // of norms; of what attention and MLP add
 };
 
 // Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.
@@ -114,15 +108,12 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
             T *keys = static_cast<T*>(p.keys) + at, *values = static_cast<T*>(p.values) + at;
             T rotated[MAX_WIDTH];
             rotate_head(key, cos, sin, rotated, D);
-            for (int64_t d = 0; p.is_tiled && d < D; ++d) {
-                keys[place_in_tiles(slot, d, D, PANEL, Op::STEP)] = rotated[d];
-                values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
+            for (int64_t d = 0; d < D; ++d) {
+                const int64_t plain = slot * p.kv_slot + d;
+                keys[p.is_tiled ? place_in_tiles(slot, d, D, PANEL, Op::STEP) : plain] = rotated[d];
+                values[p.is_tiled ? place_in_tiles(slot, d, D, Op::STEP, 1) : plain] = value[d];
+                if (p.raw_keys) static_cast<T*>(p.raw_keys)[at + plain] = key[d];
             }
-            if (p.is_tiled) continue;
-            std::copy(rotated, rotated + D, keys + slot * p.kv_slot);
-            std::copy(value, value + D, values + slot * p.kv_slot);
-            T* raw_keys = static_cast<T*>(p.raw_keys) + at;
-            if (p.raw_keys) std::copy(key, key + D, raw_keys + slot * p.kv_slot);
         }
     }
 }
@@ -134,18 +125,10 @@ template <class Op> void pass(const PassArguments& p) {
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
     T* qkv = memory.get(R * (width + 2 * heads + p.layers[0].down.E));
     T *queries = qkv + R * width, *mixed = queries + R * heads, *inner = mixed + R * heads;
-    auto timed = [&](int part, auto&& work) {
-        const auto started = std::chrono::steady_clock::now();
-        work();
-        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
-        if (p.seconds) p.seconds[part] += taken.count();
-    };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, int64_t stride, bool is_gated) {
-        timed(0, [&] {
-            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
-                                        stride, is_gated, false, p.eps, p.scale});
-        });
+        linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
+                                    is_gated, false, p.eps, p.scale});
     };
     for (int64_t i = 0; i < p.L; ++i) {
         const LayerWeights& layer = p.layers[i];
@@ -155,13 +138,12 @@ template <class Op> void pass(const PassArguments& p) {
             part += m.N;
         }
         rotate_and_write<Op>(p, i, qkv, queries);
-        const T* keys = static_cast<T*>(p.keys) + i * p.kv_layer;
-        const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
-        timed(1, [&] {
-            attention<Op>({queries, keys, values, mixed, p.lengths, p.mask, p.B, p.T, p.H, p.K, p.D,
-                           p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
-                          true);
-        });
+        AttentionArguments a = p;
+        a.q = queries;
+        a.out = mixed;
+        a.keys = static_cast<T*>(p.keys) + i * p.kv_layer;
+        a.values = static_cast<T*>(p.values) + i * p.kv_layer;
+        attention<Op>(a, true);
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
         project(inner, nullptr, layer.down, p.x, p.x, p.E, false);
@@ -273,16 +255,13 @@ const char* minitri_instructions() {
 
 // Bytes of a struct, or 0 for an unknown name: `abi.py` compares them when it loads this library.
 int64_t minitri_sizeof(const char* name) {
-#define SIZE(Struct) \
-    if (std::string_view(name) == #Struct) return sizeof(Struct);
-    SIZE(AttentionArguments) SIZE(LinearArguments) SIZE(ConvertArguments) SIZE(RotateArguments)
-    SIZE(FilterArguments) SIZE(Matrix) SIZE(LayerWeights) SIZE(PassArguments) SIZE(RoundArguments)
-    SIZE(VerifyArguments)
-    return 0;
+#define SIZE(Struct) (std::string_view(name) == #Struct) * sizeof(Struct)
+    return SIZE(AttentionArguments) + SIZE(LinearArguments) + SIZE(ConvertArguments) +
+           SIZE(RotateArguments) + SIZE(FilterArguments) + SIZE(Matrix) + SIZE(LayerWeights) +
+           SIZE(PassArguments) + SIZE(RoundArguments) + SIZE(VerifyArguments);
 }
 
-// A kernel takes the number of a dtype, whose operand is `Op`, an option, a number of threads, and
-// its arguments.
+// A kernel takes a dtype's number, for its operand `Op`, an option, threads, and its arguments.
 #define KERNEL(name, Arguments, work)                                                \
     int minitri_##name(int dtype, int option, int num_threads, const Arguments* a) { \
         Pool::num_threads = num_threads;                                             \

@@ -34,7 +34,7 @@ from minitri.devices.cpu.tiles import COLUMNS, Tiles, tiled_slots
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()  # all engines of a process share the kernels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in C++
-VERDICT_DTYPES = [torch.float32] * 2 + [torch.float64] + [torch.int64] * 2  # of its tensors
+VERDICT_DTYPES = [torch.float32] * 2 + [torch.float64] + [torch.int64] * 2  # inputs of `verify`
 BLOCK = 64  # slots whose scores are computed at once; a cache in tiles has a multiple of it
 
 
@@ -47,15 +47,14 @@ class Kernels:
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()  # name of the instruction set
         self.paired = torch.bfloat16 if "BF16" in self.instructions else None
-        """The dtype of which a vector lane multiplies two numbers at once; see `tiled_slots`."""
+        """The dtype of which a vector lane multiplies two numbers at once, or None: no dtype."""
         self.num_threads = num_threads
-        self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
-        """Whether to multiply many rows with weights of this form by kernels, not by PyTorch.
-        Yes where it is faster, or, for few bits, hardly slower, and few rows are much faster."""
+        """Whether kernels, not PyTorch, multiply many rows of a dtype with weights of this `Form`.
+        PyTorch does in bfloat16 on processors that multiply it: plain weights, or all with AMX."""
         return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
@@ -66,8 +65,8 @@ class Kernels:
 
     @contextlib.contextmanager
     def threads(self, count: int | None = None) -> Iterator[None]:
-        """Context in which PyTorch uses `count` threads, by default all, to read prompts.
-        In steps it uses one, as more would compete with the kernels."""
+        """Context, for one thread at a time, in which PyTorch uses `count` threads, all by default.
+        Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
         with self._one_at_a_time:
             torch.set_num_threads(count or self.num_threads)
             try:
@@ -82,11 +81,11 @@ class Kernels:
         values_BKSD: Slots,
         prefix_lengths: list[int],
         mask_TT: Tensor | None = None,
-        lengths_B: Tensor | None = None,  # noqa: ARG002 (the contract's)
+        lengths_B: Tensor | None = None,  # noqa: ARG002 (part of the contract)
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention by a compiled kernel; row-invariant among short blocks, and among long ones."""
+        """Attention by a kernel: a row's bits depend on `is_short`, but not on other rows."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape
@@ -105,8 +104,8 @@ class Kernels:
         lengths: list[int],
         mask_TT: Tensor | None = None,
     ) -> None:
-        """Sets the fields about the keys and values of a cache, and the block that attends to them.
-        `lengths` are of prefixes, the block x (B, T, ...) follows; all `slots` have one layout."""
+        """Sets fields of a kernel's arguments about a cache and the block x (B, T, ...).
+        `slots`: keys, values, perhaps raw keys; `lengths`: each row's cached tokens before x."""
         keys = slots[0]
         B, T = x.shape[:2]
         *_, num_rows, K, S, D = keys.shape
@@ -126,7 +125,7 @@ class Kernels:
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
-        """Empty keys and values (..., S, D), in tiles where the kernels can read them."""
+        """Empty keys and values (..., S, D): `Tiles` if BLOCK divides S and COLUMNS divides D."""
         *_, S, D = shape
         if D % COLUMNS == S % BLOCK == 0:
             return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
@@ -141,7 +140,7 @@ class Kernels:
         dtype: torch.dtype,
         rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Dequantizes a matrix to (N, E), or its rows `rows_R` alone, computed in float32."""
+        """Dequantizes a matrix in `form` to (N, E), or only its rows `rows_R`, through float32."""
         require(
             is_matrix(packed_NX, N, E, form) and (rows_R is None or are_rows(rows_R, N)),
             tensors=(packed_NX, rows_R),
@@ -156,15 +155,15 @@ class Kernels:
     def repack(
         self, blocks_NX: np.ndarray, form: int, rows_R: Tensor, place_RX: Tensor, E: int
     ) -> None:
-        """Writes rows of a GGUF file's quantized matrix in the layout that the kernels read.
-        Rows `rows_R` of a matrix (N, E) of this form go into `place_RX`, see `quantized.py`."""
+        """Converts rows of a GGUF file's quantized matrix to the kernels' layout (`quantized.py`).
+        Rows `rows_R` of (N, E) weights, whose bytes are `blocks_NX`, are written to `place_RX`."""
         N, row_bytes = blocks_NX.shape
         require(
             is_matrix(place_RX, len(rows_R), E, form),
             are_rows(rows_R, N) and blocks_NX.flags.c_contiguous,
             tensors=(place_RX, rows_R),
         )
-        blocks = blocks_NX.ctypes.data  # PyTorch has no tensors that are only read
+        blocks = blocks_NX.ctypes.data  # no tensor, as PyTorch has no read-only ones
         arguments = abi.ConvertArguments(
             weights=blocks, rows=rows_R, out=place_RX, N=len(rows_R), E=E, row_bytes=row_bytes
         )
@@ -181,7 +180,7 @@ class Kernels:
         return probs_NV
 
     def verify(self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, rule: Rule) -> Verdict:
-        """Applies a rule, `verification.verify` or `verify_block`, in one call."""
+        """Verifies guesses by `rule`, which is `verification.verify` or `verify_block`."""
         tokens_BN, q_BNV, counts_B = guesses
         B, N, V = q_BNV.shape
         tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
@@ -198,7 +197,7 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs a `KERNEL` of kernels.cpp by its name. Raises `MemoryError` or `RuntimeError`."""
+        """Runs a C++ kernel; `option`: a `Form` or flag. Raises `MemoryError`, `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:
@@ -228,7 +227,7 @@ class KernelNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class KernelRotary(Rotary):
-    """Rotary embedding by a compiled kernel, of the first heads of each token."""
+    """Rotary embedding by a compiled kernel; the input may be the first heads of fused q, k, v."""
 
     kernels: Kernels
 
@@ -248,7 +247,7 @@ class KernelRotary(Rotary):
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
-    """Raises `ValueError` unless all `facts` hold; else kernels might exceed their arrays."""
+    """Raises `ValueError` unless `facts` hold, and `tensors` are on a CPU; kernels do not check."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(facts) or not all(tensor.is_cpu for tensor in given):
         seen = "; ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}" for x in given)
@@ -256,7 +255,7 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
 
 
 def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | None = None) -> bool:
-    """Whether kernels can read a tensor as a matrix (N, E) of this `Form`; `dtype`: if plain."""
+    """Whether kernels can read a tensor as a matrix (N, E) of this `Form`, of `dtype` if plain."""
     is_plain = form == Form.PLAIN
     wanted = (dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
     is_whole = weight.is_contiguous() and (is_plain or E % GROUP == 0)
@@ -278,12 +277,12 @@ def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
 
 
 def memory_of(slots: Slots) -> Tensor:
-    """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
+    """The tensor that stores `slots`: the units of `Tiles`, or a plain tensor itself."""
     return slots.units if isinstance(slots, Tiles) else slots
 
 
 def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:
-    """Arguments of the filter kernel: temperature, top-k, top-p and min-p, and other fields."""
+    """Arguments of the filter kernel: `params`' temperature, top-k, top-p, min-p, and `fields`."""
     temperature, top_p, log_min_p = params.numbers
     return abi.FilterArguments(
         temperature=temperature, top_k=params.top_k, top_p=top_p, log_min_p=log_min_p, **fields
@@ -291,7 +290,7 @@ def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:
 
 
 def load_kernels() -> Kernels | None:
-    """The compiled CPU kernels, built if necessary, or None; for PyTorch's number of threads.
+    """The compiled CPU kernels, built if necessary, with as many threads as PyTorch has now.
     None if MINITRI_KERNELS=off, or, with a warning, if the build fails. Raises `InputError`."""
     with LOADING:
         return _load_once()

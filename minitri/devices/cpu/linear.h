@@ -58,16 +58,16 @@ template <class Op> struct Plain {
     const T* weights;
     int64_t E;
     Columns<Op> columns{};  // x, if a matrix unit multiplies
-    explicit Plain(const LinearArguments& a) : weights(static_cast<const T*>(a.weights)), E(a.E) {}
 
     // Packs x for a matrix unit, padded with zero rows to a multiple of 16, where it fits E.
-    void prepare(const Rows<typename Op::Unit>& rows, int64_t R) {
+    Plain(const LinearArguments& a, const Rows<typename Op::Unit>& rows, bool)
+        : weights(static_cast<const T*>(a.weights)), E(a.E) {
         static thread_local Scratch<typename Op::Unit> memory;
         if (MatrixUnit<Op>::ROWS == 0 || E % (LANES * Op::STEP)) return;
-        const int64_t panel = rows.stride * LANES, num = ceil_div(R, LANES) * panel;
+        const int64_t panel = rows.stride * LANES, num = ceil_div(a.R, LANES) * panel;
         auto* to = memory.get(num);
         std::fill(to, to + num, 0);
-        for (int64_t r = 0; r < R; ++r)
+        for (int64_t r = 0; r < a.R; ++r)
             for (int64_t k = 0; k < rows.stride; ++k)
                 to[r / LANES * panel + k * LANES + r % LANES] = rows.from(r).x[k];
         columns = {to, LANES, panel};
@@ -99,8 +99,7 @@ template <class Op> struct Plain {
                     Op::dot(sum[m][o], line[o] + i, rows.x + m * rows.stride + (e + i) / Op::STEP);
             }
         };
-        // About PREFETCH bytes for all outputs: later in their rows, or in a next tile of short
-        // rows.
+        // About PREFETCH bytes for all outputs: later in a row, or, of short rows, in a next tile.
         constexpr int64_t FAR = PREFETCH / sizeof(T);
         const int64_t ahead = 2 * E > FAR ? FAR / OUTPUTS : round_up(FAR, OUTPUTS * E);
         const T* line[N];
@@ -151,8 +150,8 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     static constexpr int ALL = Form::ALL;
     static constexpr int64_t FAR = 32768;   // bytes that weights are fetched ahead
     static constexpr int64_t TOGETHER = 8;  // groups that are unpacked at once, for many rows
-    Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
-    void prepare(const Rows<ShortGroup>&, int64_t) {}
+    Quantized(const LinearArguments& a, const Rows<ShortGroup>&, bool is_nested)
+        : Form(a.weights, a.E, is_nested) {}
 
     // total (M rows, V vectors of a panel from `first` on) += the products of a group.
     template <int M, int V, class Group>
@@ -298,11 +297,11 @@ void write_outputs(const LinearArguments& a, const float* sums, int64_t width, i
     }
 }
 
-template <class Weights> void linear(Weights weights, const LinearArguments& a) {
+template <class Weights> void linear(const LinearArguments& a, bool is_nested) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
     const auto rows = prepare_rows<Op>(a);
-    weights.prepare(rows, a.R);
+    const Weights weights(a, rows, is_nested);
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
     const int64_t num_chunks = ceil_div(outputs, CHUNK);
     const int64_t per_task =
@@ -326,9 +325,8 @@ template <class Weights> void linear(Weights weights, const LinearArguments& a) 
 }
 
 template <class Op> void linear_of(int form, const LinearArguments& a) {
-    if (form == PLAIN) return linear(Plain<Op>(a), a);
-    by_bits(form,
-            [&](auto bits) { linear(Quantized<typename Op::Stored, bits>(a, form >= NESTED), a); });
+    if (form == PLAIN) return linear<Plain<Op>>(a, false);
+    by_bits(form, [&](auto b) { linear<Quantized<typename Op::Stored, b>>(a, form >= NESTED); });
 }
 
 constexpr int64_t PRODUCT_ROWS = 512;   // that meet weights at a time, which are unpacked once
@@ -359,7 +357,7 @@ template <class T> void product(const LinearArguments& a) {
     });
 }
 
-// The same in parts of rows. Quantized weights meet few and many rows in the same arithmetic.
+// The product, PRODUCT_ROWS rows at a time. With quantized weights `linear` is for many rows, too.
 template <class T> void product_of(int form, const LinearArguments& a) {
     LinearArguments some = a;
     for (int64_t r = 0; r < a.R; r += PRODUCT_ROWS) {
@@ -367,7 +365,7 @@ template <class T> void product_of(int form, const LinearArguments& a) {
         some.x = static_cast<const T*>(a.x) + r * a.E;
         some.out = static_cast<T*>(a.out) + r * a.N;
         if (form == PLAIN) product<T>(some);
-        by_bits(form, [&](auto b) { linear(Quantized<T, b>(some, form >= NESTED), some); });
+        by_bits(form, [&](auto b) { linear<Quantized<T, b>>(some, form >= NESTED); });
     }
 }
 

@@ -9,10 +9,12 @@
 #include <type_traits>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
 #define HAS_AVX512 1
 constexpr int LANES = 16, REGISTERS = 32;
 constexpr char INSTRUCTIONS[] = "AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
 #define HAS_AVX2 1
 constexpr int LANES = 8, REGISTERS = 16;
 constexpr char INSTRUCTIONS[] = "AVX2";
@@ -25,12 +27,6 @@ constexpr int LANES = 4, REGISTERS = 16;
 constexpr char INSTRUCTIONS[] = "plain";
 typedef _Float16 Half;
 #endif
-#if defined(HAS_AVX512) || defined(HAS_AVX2)
-#include <immintrin.h>
-#endif
-#if defined(HAS_AVX512) && defined(__AVX512BF16__)
-#define HAS_BF16_PAIRS 1
-#endif
 
 namespace {
 
@@ -42,9 +38,6 @@ typedef int16_t SignedShorts __attribute__((vector_size(4 * LANES), aligned(2), 
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct BFloat16 {
-    uint16_t bits;
-};
-struct Float16 {
     uint16_t bits;
 };
 
@@ -61,15 +54,28 @@ inline float widen(BFloat16 x) {
     std::memcpy(&wide, &bits, 4);
     return wide;
 }
-inline float widen(Float16 x) {
-#if defined(HAS_AVX512) || defined(HAS_AVX2)
-    return _cvtsh_ss(x.bits);
-#else
-    Half half;
-    std::memcpy(&half, &x, sizeof(half));
-    return half;
-#endif
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bool is_nan = x != x;
+    to->bits = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+struct Float16 {
+    uint16_t bits;
+};
+inline float widen(Float16 x) { return _cvtsh_ss(x.bits); }
+inline void narrow(float x, Float16* to) { to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+struct Float16 {
+    Half number;
+};
+inline float widen(Float16 x) { return x.number; }
+inline void narrow(float x, Float16* to) { to->number = x; }
+#endif
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
@@ -115,10 +121,8 @@ inline Shorts load_shorts(const uint8_t* p) { return *reinterpret_cast<const Sho
 // A vector kept in a register: GCC neither loads it again for every use nor changes the order of
 // additions, which would need more registers.
 template <class V> inline V pinned(V v) {
-#if defined(HAS_AVX512)
+#ifdef __AVX2__
     asm("" : "+v"(v));
-#elif defined(HAS_AVX2)
-    asm("" : "+x"(v));
 #endif
     return v;
 }
@@ -138,22 +142,6 @@ inline Ints multiply_pairs(Ints sum, Shorts pairs, uint32_t both) {
 inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
 
 inline Vec splat(float x) { return Vec{} + x; }
-
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    bool is_nan = x != x;
-    to->bits = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline void narrow(float x, Float16* to) {
-#if defined(HAS_AVX512) || defined(HAS_AVX2)
-    to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
-#else
-    const Half half = x;
-    std::memcpy(to, &half, sizeof(half));
-#endif
-}
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 

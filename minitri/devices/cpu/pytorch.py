@@ -1,8 +1,8 @@
-"""What PyTorch's own kernels compute on a CPU: attention, linear layers and products of prompts.
+"""Layers by PyTorch's own kernels on a CPU: attention, linear layers, and products of many rows.
 
 Without compiled kernels, flash attention computes prefix and block apart, merged by log-sum-exp,
-with the query heads of a KV head and all tokens as rows of one matrix; and oneDNN streams weights
-from its own layout, up to twice as fast. Even with them, PyTorch may multiply many rows.
+with the query heads of a KV head and all tokens as rows of one matrix; and oneDNN reads weights in
+its own layout, up to twice as fast. With compiled kernels, PyTorch may still multiply many rows.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R rows,
 E in_features, N out_features.
@@ -29,7 +29,7 @@ def attend_cpu(
     values_BKSD: Tensor,
     prefix_lengths: list[int],
     mask_TT: Tensor | None = None,
-    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
     """Attention of new tokens to cached ones and each other by PyTorch's flash kernel on a CPU."""
     prefix = min(prefix_lengths)
@@ -86,8 +86,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Puts every plain linear layer of a model into oneDNN's layout.
-    One by one, so that few weights exist twice."""
+    """Puts the plain linear layers of a model into oneDNN's layout, one by one: so few weights are
+    in memory twice."""
     packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
         if pack := packed.get(type(layer)):
@@ -97,7 +97,7 @@ def pack_linears(model: nn.Module) -> None:
 
 def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> Tensor:
     """Linear layer x W^T + b, (R, N), by PyTorch, such that a row's bits do not depend on others.
-    For processors that multiply bfloat16, which PyTorch does fastest."""
+    Used on processors that multiply bfloat16, where it is the fastest way."""
     R = len(rows_RE)
     tile = product_tile(weight_NE.dtype, *weight_NE.shape, torch.get_num_threads())
     tile = tile or max(R, LONGEST_BLOCK + 1)
@@ -113,8 +113,8 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
     """How many rows to multiply with a (N, E) matrix at a time, for row-invariant products.
-    None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order; then K
-    and V would depend on the chunks of a prompt. So the order is tested here."""
+    None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order, so K
+    and V would depend on a prompt's chunks: a test with random numbers finds whether it does."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
     many = F.linear(x, weight)

@@ -12,12 +12,10 @@ constexpr int NESTED = 32;  // is added to the bits of a form whose scales are i
 
 // Calls `work` with the bits of a quantized form as a constant.
 template <class Work> inline void by_bits(int form, Work&& work) {
-    switch (form % NESTED) {
-        case 4: return work(std::integral_constant<int, 4>());
-        case 5: return work(std::integral_constant<int, 5>());
-        case 6: return work(std::integral_constant<int, 6>());
-        case 8: return work(std::integral_constant<int, 8>());
-    }
+    if (form % NESTED == 4) work(std::integral_constant<int, 4>());
+    if (form % NESTED == 5) work(std::integral_constant<int, 5>());
+    if (form % NESTED == 6) work(std::integral_constant<int, 6>());
+    if (form % NESTED == 8) work(std::integral_constant<int, 8>());
 }
 
 // Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows are stored
@@ -36,24 +34,19 @@ template <int BITS> struct Layout {
     static constexpr int WORD_BYTES = PANEL * 4;      // of all rows
     static constexpr int PAIRS = GROUP / 2, ALL = PANEL / LANES;
     const uint8_t* weights;
+    int64_t groups;
     bool is_nested;
-    int64_t groups, scales, in_units, offsets, panel_bytes;
+    int64_t scales = groups * BITS * WORD_BYTES;
+    int64_t offsets = scales + (is_nested ? (groups + 7) / 8 : groups) * PANEL * 2;
+    int64_t in_units = HAS_OFFSETS ? 2 * offsets - scales : offsets;
+    int64_t panel_bytes = in_units + is_nested * groups * (SCALES + HAS_OFFSETS) * PANEL;
 
     Layout(const void* weights, int64_t E, bool is_nested)
-        : weights(static_cast<const uint8_t*>(weights)),
-          is_nested(is_nested),
-          groups(E / GROUP),
-          scales(groups * BITS * WORD_BYTES) {
-        const int64_t halves = (is_nested ? (groups + 7) / 8 : groups) * PANEL * 2;
-        offsets = scales + halves;
-        in_units = scales + halves * (1 + HAS_OFFSETS);
-        panel_bytes = in_units + is_nested * groups * (SCALES + HAS_OFFSETS) * PANEL;
-    }
+        : weights(static_cast<const uint8_t*>(weights)), groups(E / GROUP), is_nested(is_nested) {}
     const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
 
     // Where halves of a group's words have q of a pair of inputs: calls `use` with a word, the
-    // first of its bits, the first of q's bits, and how many there are. Few parts make unpacking
-    // fast.
+    // first of its bits, the first of q's bits, and their number. Few parts are unpacked fast.
     template <class Use> static void visit_fields(int pair, Use&& use) {
         constexpr int IN_WORD = 16 / BITS;  // pairs, except for some whose bits fill gaps
         if (BITS == 6 && pair % 8 > 5) {
@@ -68,8 +61,7 @@ template <int BITS> struct Layout {
         }
     }
 
-    // A group of a panel, whose weights are unpacked when they are used. The panel's rows are lanes
-    // of ALL vectors.
+    // A group of a panel, unpacked when it is used. The panel's rows are lanes of ALL vectors.
     struct Packed {
         const Layout& form;
         const uint8_t* panel;
@@ -141,14 +133,11 @@ template <class T, int BITS> void dequantize(bool is_nested, const ConvertArgume
                 const int pair = i / Form::ALL, v = i % Form::ALL;
                 const Shorts q = group.qs[pair][v] - uint16_t(BITS == 6 ? 32 : 0);
                 const Vec scale = group.factors[pair * Form::SCALES / Form::PAIRS][v];
-                Vec even = scale * as_floats((Ints)q << 16 >> 16);
-                Vec odd = scale * as_floats((Ints)q >> 16);
-                if (Form::HAS_OFFSETS) {
-                    even += group.factors[Form::SCALES][v];
-                    odd += group.factors[Form::SCALES][v];
+                for (int odd = 0; odd < 2; ++odd) {
+                    Vec number = scale * as_floats((Ints)q << (odd ? 0 : 16) >> 16);
+                    if (Form::HAS_OFFSETS) number += group.factors[Form::SCALES][v];
+                    store(numbers[2 * pair + odd] + v * LANES, number);
                 }
-                store(numbers[2 * pair] + v * LANES, even);
-                store(numbers[2 * pair + 1] + v * LANES, odd);
             }
             for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
                 const int64_t r = (a.rows ? row : n) % PANEL;
@@ -230,7 +219,7 @@ template <int BITS> struct Blocks : Layout<BITS> {
         Float16* offset = scale + (Form::offsets - Form::scales) / 2;
         *scale = halves[BITS == 6 ? 104 : 0];
         if (Form::HAS_OFFSETS) *offset = halves[1];
-        if (Form::HAS_OFFSETS && Form::is_nested) offset->bits ^= 0x8000;
+        if (Form::HAS_OFFSETS && Form::is_nested) narrow(-widen(halves[1]), offset);
         else if (Form::HAS_OFFSETS && bytes % 4) narrow(widen(*scale) * -(1 << (BITS - 1)), offset);
         uint8_t* to = panel + Form::in_units + g * Form::SCALES * PANEL + n;
         for (int j = 0; Form::is_nested && j < 16; ++j) {  // of 6 bits: 8 scales, 8 offsets

@@ -13,21 +13,21 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-GROUP = 32
-PANEL = 16
-NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized or dequantized at a time, in a cache
+GROUP = 32  # weights of a row that share a scale
+PANEL = 16  # rows that are stored together
+NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized at a time, so that a CPU cache holds them
 
 
 class Form(IntEnum):
-    """Formats of plain and quantized weights, with their numbers in C++.
-    Scales and offsets are float16, or small integers times one per 256 weights (K-quants)."""
+    """Formats of plain and quantized weights, with their numbers in C++. Scales and offsets are
+    float16; with _K (GGUF's K-quants), small integers times a float16 for each 256 weights."""
 
     Q4, Q5, Q8, PLAIN = 4, 5, 8, 16
     Q4_K, Q5_K, Q6_K = 36, 37, 38
 
     @property
     def bits(self) -> int:
-        """Bits of one quantized number q, or of a plain weight."""
+        """Bits of one quantized number q; 16 for plain weights, also of float32."""
         return self % 32
 
     @property
@@ -45,8 +45,8 @@ def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
 
 
 def quantize(weight_NE: Tensor, bits: int, repack: Callable[..., None]) -> Tensor:
-    """Quantizes a matrix to 4 bits, from least to largest of each group, or to 8, symmetric.
-    `repack` is that of the kernels, which put blocks as in a GGUF file (Q4_1, Q8_0) into panels."""
+    """Quantizes (N, E) to (N, X): 4 bits from least to largest of a group, or 8 bits, symmetric.
+    `repack` is `Kernels.repack`, which converts blocks of GGUF's Q4_1 or Q8_0 to their layout."""
     N, E = weight_NE.shape
     packed_NX = torch.empty(packed_shape(N, E, bits), dtype=torch.uint8)
     # Whole panels at a time, which a CPU cache can hold.

@@ -15,10 +15,8 @@
 namespace {
 
 inline void pause_cpu() {
-#if defined(__x86_64__) || defined(__i386__)
+#ifdef __x86_64__
     __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
 #endif
 }
 

@@ -1,7 +1,7 @@
 """Slots of a KV cache in tiles: the layout in which compiled CPU kernels multiply them.
 
 Numbers of neighbouring slots are neighbours in memory, so that kernels need not transpose.
-`Tiles` is indexed like a tensor (..., S, D), except in its last axis; an ellipsis comes first.
+`Tiles` is indexed like a tensor (..., S, D), but not along D; an ellipsis can only come first.
 Reading slots copies.
 
 Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
@@ -26,7 +26,7 @@ class Tiles:
 
     @property
     def pair(self) -> int:
-        """Number of values of a key that one vector lane multiplies at once: 1 or 2."""
+        """Numbers in a unit: 1, or 2 in keys of which a vector lane multiplies 2 at once."""
         return self.units.itemsize // self.dtype.itemsize
 
     @property
@@ -44,7 +44,7 @@ class Tiles:
         return self.units.nbytes
 
     def stride(self) -> tuple[int, ...]:
-        """Strides of the axes of `shape`, in numbers, as if the slots of a tile were plain."""
+        """Strides of the axes of `shape`, in numbers, as if slots were stored one after another."""
         *rows, _, _, _ = self.units.stride()
         return (*(it * self.pair for it in rows), self.shape[-1], 1)
 
@@ -52,7 +52,7 @@ class Tiles:
         return len(self.units)
 
     def __getitem__(self, index: Any) -> Any:
-        """A view in tiles, if the index ends before the slots; else a copy of slots as tensor."""
+        """A view in tiles if the index ends before axis S; else a copy of the slots as a tensor."""
         rows, slots = self._split(index)
         if slots is None:
             return Tiles(self.units[rows], self.dtype)
@@ -76,7 +76,7 @@ class Tiles:
         units_NPU[..., slots_T // P, slots_T % P, :] = new_TD.view(self.units.dtype)
 
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
-        """Splits an index into that of the axes before the slots, and that of slots (None: all)."""
+        """Splits an index into that of the axes before S, and that of S (None if it has none)."""
         index = index if isinstance(index, tuple) else (index,)
         place = len(self.shape) - 2  # of slots among the axes
         if index[0] is ...:
@@ -87,7 +87,7 @@ class Tiles:
 
 
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:
-    """Empty keys and values (..., S, D) in tiles; kernels multiply `pair` (1 or 2) at once."""
+    """Empty keys and values (..., S, D) in tiles; vector lanes multiply `pair` numbers (1 or 2)."""
     *rows, S, D = shape
     keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
     values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)

@@ -19,11 +19,7 @@ namespace {
 
 // Interleaves lanes of two vectors, beginning with lane FIRST of both.
 template <int FIRST, int... I> inline Vec zip(Vec a, Vec b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * LANES)...);
-#else
-    return __builtin_shuffle(a, b, Ints{(FIRST + I / 2 + I % 2 * LANES)...});
-#endif
+    return Vec{(I % 2 ? b : a)[FIRST + I / 2]...};
 }
 
 // Transposes LANES x LANES numbers in place: interleaves halves, log2(LANES) times.
@@ -54,11 +50,8 @@ template <class T> struct Widened {
         for (int s = 0; s < BLOCK; s += LANES) {
             for (int d = 0; d < D; d += LANES) {
                 Vec square[LANES];
-                for (int i = 0; i < LANES; ++i) {
-                    const T* row = rows + (s + i) * stride + d;
-                    __builtin_prefetch(row + BLOCK * stride);
-                    square[i] = s + i < n ? some(row, D - d) : Vec{};
-                }
+                for (int i = 0; i < LANES; ++i)
+                    square[i] = s + i < n ? some(rows + (s + i) * stride + d, D - d) : Vec{};
                 transpose_square(square);
                 for (int i = 0; i < std::min(LANES, D - d); ++i)
                     store(to + (d + i) * BLOCK + s, square[i]);

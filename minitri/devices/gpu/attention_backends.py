@@ -67,7 +67,7 @@ def attend_flash(
     lengths_B: Tensor,
     mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend for chains: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
+    """The `flash` backend: `kernel` is flash_attn_with_kvcache; `attend_tree` serves masks."""
     if mask_TT is not None:
         return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
@@ -99,7 +99,7 @@ class GpuAttention:
         if is_known and torch.cuda.get_device_capability(q_BTHD.device) >= (8, 0):
             [length] = {*prefix_lengths}
             valid = (part[:, :, : length + q_BTHD.shape[1]] for part in slots)
-            # Its rule begins at the last slot; with a mask, PyTorch would choose another kernel.
+            # Here causal lets the last token see all slots. A mask would need another kernel.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(q_BTHD.transpose(1, 2), *valid, is_causal=True)[0].transpose(1, 2)
         lengths_B = torch.tensor(prefix_lengths, device=q_BTHD.device)
@@ -109,7 +109,7 @@ class GpuAttention:
 
 
 def make_backend(name: str) -> Backend:
-    """The backend of this name. Raises the errors of an import that fails."""
+    """The backend `math`, `triton` or `flash`. Raises any error of an import that fails."""
     if name == "math":
         return attend_masked
     from minitri.devices.gpu.kernels.flash_decoding import attend_short_block
@@ -140,7 +140,7 @@ def choose_attention(
 def check_backend(
     attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
 ) -> None:
-    """Raises an error if a backend differs from plain formulas in float64, on chains or trees."""
+    """Raises an error if a backend differs from `attend_masked` in float64, on chains or trees."""
     lengths_B = torch.tensor([1900, 0, 700], device=device)
     generator = torch.Generator().manual_seed(0)
     for T in (1, 3, 9, LONGEST_BLOCK):

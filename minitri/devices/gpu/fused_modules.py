@@ -1,9 +1,9 @@
 """Transformer blocks on a GPU whose elementwise operations are compiled.
 
 Launches cost a microsecond or two each. `torch.compile` makes one kernel each of a residual
-addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
-sizes of 1 and of weights. As all tokens are one dimension, two kernels, compiled at boot, serve all
-blocks of a model: PyTorch compiles a function at most 8 times.
+addition with the norm after it, of RoPE, and of SiLU with its product. Kernels take any number M of
+tokens, but M = 1 has one of its own. As B and T are one dimension, these two kernels, compiled at
+loading, serve all blocks of a model: PyTorch compiles a function at most 8 times.
 
 Legend: B batch, T tokens, M = B T, E hidden size, H heads, D head dim.
 """
@@ -37,7 +37,7 @@ def rotate(x_MHD: Tensor, cos_M1D: Tensor, signed_sin_M1D: Tensor) -> Tensor:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module as a kernel, compiled when it is first called."""
+    """A function of tensors as one GPU kernel, which is compiled when it is first called."""
     return torch.compile(function, dynamic=True)
 
 

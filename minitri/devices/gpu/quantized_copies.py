@@ -37,7 +37,7 @@ class QuantizedLinear(Linear):
 
 def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and a scale for each group, (G, N).
-    The number of largest magnitude is exact. With 4 bits a byte has two weights, each plus 8:
+    A group's largest magnitude stays exact. With 4 bits a byte has two weights, each plus 8:
     one of the group's first half in the low nibble, one of the second half in the high nibble."""
     limit = 1 << bits - 1
     wide_NE = torch.nn.functional.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
@@ -74,7 +74,7 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
 
 
 def check_kernel(model: Llama, bits: int) -> None:
-    """Raises an error if the Triton product with 8 or `bits` bits is not that of plain formulas."""
+    """Raises an error if the Triton product with 8 or `bits` bits differs from PyTorch's."""
     from minitri.devices.gpu.kernels.flash_decoding import num_processors
     from minitri.devices.gpu.kernels.weights import COLUMNS, multiply
 

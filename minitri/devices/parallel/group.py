@@ -82,7 +82,7 @@ def join_group() -> RankGroup:
 
 
 def leave() -> None:
-    """Ends the group of ranks, after all CUDA graphs, for which NCCL would wait."""
+    """Ends the group of ranks; resets all CUDA graphs first, as NCCL would wait for them."""
     for thing in gc.get_objects():
         if type(thing) is torch.cuda.CUDAGraph:
             thing.reset()
@@ -90,7 +90,7 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """Exit code of the rank that ended first, and whether this rank is it and prints the reason."""
+    """Exit code of the rank that ended first, and whether this rank is to print the reason."""
     rank = os.environ.get("RANK", "0")
     if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()

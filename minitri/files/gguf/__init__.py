@@ -1,1 +1,1 @@
-"""GGUF files: the container, quantized blocks, and the tokenizer in them."""
+"""GGUF files: the container, its settings, and quantized tensors as weights of a Llama."""

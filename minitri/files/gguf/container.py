@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
     pages: mmap.mmap | None = None  # the mapped file
 
     def release(self) -> None:
-        """Frees the memory of the file's pages read so far, which can be read again."""
+        """Frees the memory of all pages of the mapped file; a later access reads them again."""
         if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
@@ -41,7 +41,7 @@ def _numbers(pages: mmap.mmap, kind: str, count: int) -> np.ndarray:
 
 
 def _number(pages: mmap.mmap, kind: str = "u8") -> Any:
-    """The next number of a file, or several of different kinds such as "u4, u8"."""
+    """The next number of a file, or a tuple of them for several NumPy types such as "u4, u8"."""
     return _numbers(pages, kind, 1).item()
 
 
@@ -70,8 +70,8 @@ def _kind(pages: mmap.mmap) -> str:
 
 
 def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], dict[Path, int]]:
-    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several.
-    Also paths and times of all parts. Raises `ValueError` and others for damaged files."""
+    """Metadata and tensors of a GGUF file, with those of all parts if it is one part of several.
+    The third result is `times_of` all parts. Raises `ValueError` and others for damaged files."""
     metadata, tensors = read_container(path)
     parts = []
     count = metadata.get("split.count", 1)

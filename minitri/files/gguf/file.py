@@ -5,8 +5,8 @@ neighbouring dimensions in GGUF, so the rows of q and k matrices are in another 
 
 A row of a matrix is a chain of blocks of 32 weights or, in K-quants, 256 (`devices/cpu/quantized.h`
 has the formats). They are repacked for the CPU kernels, or dequantized. Repacking is exact: in Q4_0
-and Q5_0, where a weight is d (q - 8) or d (q - 16), the kernels' offset is -8 d or -16 d, which has
-the digits of d.
+and Q5_0, where a weight is d (q - 8) or d (q - 16), the kernels' offset is -8 d or -16 d, exact in
+float16 as d is.
 
 Legend: N rows, X bytes of a row of a repacked matrix.
 """
@@ -47,7 +47,7 @@ class GgufFile:
             from minitri.files.gguf.container import read_parts
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored, self.files = read_parts(path)
-        require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
+        require(self.metadata, {"general.type": "model"}, path.name)  # no adapter or the like
         get = self.metadata.get
         self._architecture: Any = get("general.architecture")
         names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")
@@ -68,8 +68,8 @@ class GgufFile:
         return read_vocabulary(self.metadata, self.path.name)
 
     def config(self, name: str) -> ModelConfig:
-        """The model's configuration, from the metadata.
-        Raises `InputError` for a model of another family."""
+        """The `ModelConfig` in the metadata, for a model that is called `name`.
+        Raises `InputError` for a model of an unknown family, or wrong values."""
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             prefix = f"{self._architecture}."
             given = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
@@ -119,7 +119,7 @@ class GgufFile:
         return tuple(dequantize(stored, None).tolist()) if stored else None
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
-        """Forms of the file's matrices that the CPU kernels can read, by name and shape."""
+        """Formats of the matrices in the file that the CPU kernels can read, by name and shape."""
         return {
             (name, stored.shape): FORMS[stored.type.name]
             for name, stored in self._tensors.items()
@@ -127,8 +127,8 @@ class GgufFile:
         }
 
     def has_at_most(self, bits: int) -> bool:
-        """Whether the CPU kernels can read all matrices, and these have few enough bits.
-        At most `bits` in layers, 8 in those of the vocabulary."""
+        """Whether the CPU kernels can read all matrices, and a weight has at most `bits` in layers,
+        and 8 in embedding table and LM head."""
         return all(
             FORMS.get(stored.type.name, Form.PLAIN).bits <= (bits if ".layers." in name else 8)
             for name, stored in self._tensors.items()
@@ -145,10 +145,10 @@ class GgufFile:
         packed: Mapping[str, Tensor] | None = None,
         kernels: Kernels | None = None,
     ) -> NamedTensors:
-        """Yields weights with their Hugging Face names: dequantized, or repacked for kernels.
-        The latter if `packed` has a tensor for a name, which it fills."""
+        """Yields weights with their Hugging Face names, dequantized. A tensor of that name in
+        `packed` is filled with the matrix in the kernels' layout, and yielded instead."""
         for name, stored in self._tensors.items():
-            if name.startswith("rope_f"):  # divisors
+            if name.startswith("rope_f"):  # divisors of frequencies, which `config` has read
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 rows = rotary_rows(name, stored.shape, config, self._architecture in _PAIRED)
@@ -164,7 +164,7 @@ class GgufFile:
 def repack(
     stored: "StoredTensor", kernels: Kernels, place_NX: Tensor, rows_N: Tensor | None = None
 ) -> None:
-    """Writes a stored quantized matrix into a uint8 tensor, in the layout of the CPU kernels.
+    """Writes a stored quantized matrix into the uint8 tensor `place_NX`, in the kernels' layout.
     Row n is the file's row `rows_N[n]`, or row n without `rows_N`."""
     N, E = stored.shape
     rows_N = torch.arange(N) if rows_N is None else rows_N
@@ -175,7 +175,7 @@ def repack(
 
 
 def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
-    """Dequantizes a stored tensor to float32 (integers stay integers), faster with kernels."""
+    """Dequantizes a tensor to float32, faster with kernels. Raises any error for integers."""
     import gguf
 
     form = FORMS.get(stored.type.name)

@@ -65,13 +65,13 @@ def test_help_and_version_import_next_to_nothing():
 
 
 QUICK = """
-generate --help | chat --help | serve --help | plan --help | bench --help | selftest --help
-audit --help | generate --list-models
+generate --help | chat --help | serve --help | plan --help | selftest --help
+generate --list-models
 """
 WRONG = """
 generate --warp | generate -p x --system Short! | generate -p x --temperature -1
 chat --chunk-size 7 --budget 30 | serve --tree 4x --method naive | plan --model lama2
-bench --method naives | selftest --top-p 2 | audit http://127.0.0.1:9 --num-tokens 0
+selftest --top-p 2
 """
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from minitri.apps import bench
-from minitri.apps.bench import Run, summarise, table
 from minitri.core.settings import METHODS
 from minitri.engine import Engine
+from tools.bench import __main__ as bench
+from tools.bench.compare import Run, summarise, table
 
 
 @pytest.fixture
@@ -21,7 +21,8 @@ def run(folder, call):
     def run(flags: str, output: str = "--json") -> Any:
         always = f"--model {folder} --dtype float32 --device cpu --max-prompt-tokens 150 --quiet"
         sizes = "--max-new-tokens 24 --budget 64 --num-recent-tokens 40"
-        done = call(bench.main, *f"{always} {sizes} {output} {flags}".split())
+        word = "methods" if "--row" in output else "compare"
+        done = call(bench.main, word, *f"{always} {sizes} {output} {flags}".split())
         assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
         return done.json if output == "--json" else done.out
 
@@ -38,7 +39,7 @@ def files(tmp_path, long_text) -> str:
 
 
 def test_all_methods_are_measured_on_several_prompts_and_seeds(run, files):
-    rows = run(f"--compare {files} --temperature 0.8")["contestants"]
+    rows = run(f"{files} --temperature 0.8")["contestants"]
     assert set(rows) == set(METHODS)
     assert [line.split()[0] for line in table(rows).splitlines()] == list(rows)
     for row in rows.values():
@@ -53,7 +54,7 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     runs, stream = [], Engine.stream
     spy = lambda *args, **settings: runs.append(stream(*args, **settings)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(Engine, "stream", spy)
-    run(f"--compare {files} --method retrieval")
+    run(f"{files} --method retrieval")
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert (read[5:], read[0]) == (read[:5], 150)
     assert set(read[1:5]) == {1, 17}  # all but what a method must see again
@@ -66,7 +67,7 @@ def test_a_row_fits_the_table_of_machines(run):
 
 
 def test_trees_take_part(run, folder):
-    flags = "--compare --seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
+    flags = "--seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
     rows = run(f"{flags} --draft {folder}")["contestants"]
     assert list(rows) == ["autoregressive", "naive", "naive:2x2"]
     assert rows["naive:2x2"]["tokens_per_step"] > rows["autoregressive"]["tokens_per_step"] == 1

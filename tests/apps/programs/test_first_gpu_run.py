@@ -1,4 +1,4 @@
-"""The script of the first run on a GPU brings a report home, and weights arrive there in pieces."""
+"""The script of the first run on a GPU brings a report home."""
 
 import os
 import re
@@ -8,11 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-import minitri
-from minitri.core.errors import InputError
-from tools import weight_pieces
-from tools.weight_pieces import join_pieces, write_pieces
 
 SCRIPT = Path(__file__).parents[3] / "tools/first_gpu_run.sh"
 pytestmark = pytest.mark.skipif(
@@ -56,23 +51,3 @@ def test_a_dry_run_ends_in_time_with_results(run, monkeypatch):
     code, _, summary = run(body, "--cpu", PYTEST_ADDOPTS="--collect-only")
     assert (code, len(outcomes(summary))) == (0, 9), summary
     assert "RESULT guesses by same" in summary
-
-
-def test_weights_arrive_in_pieces_and_are_the_same_but_for_rounding(folder, tmp_path, monkeypatch):
-    """A matrix may be cut; a piece that is missing is noticed."""
-    monkeypatch.setattr(weight_pieces, "LIMIT", 60_000)
-    monkeypatch.setattr(weight_pieces, "RUN", 5_000)
-    pieces, joined = tmp_path / "pieces", tmp_path / "joined"
-    write_pieces(str(folder), pieces)
-    files = sorted(pieces.iterdir())
-    assert len(files) > 2
-    join_pieces(pieces, joined)
-    how = {"dtype": "float32", "device": "cpu"}
-    ours, theirs = minitri.load(joined, **how), minitri.load(folder, **how)
-    assert ours.config.eos_token_ids == theirs.config.eos_token_ids
-    assert ours.tokenizer.encode("the harbour") == theirs.tokenizer.encode("the harbour")
-    for got, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert (got - exact).abs().max() <= 0.01 * exact.abs().max()
-    files[1].unlink()
-    with pytest.raises(InputError, match="not hold one whole set of pieces, got piece-1-of"):
-        join_pieces(pieces, joined)

@@ -12,7 +12,7 @@ import torch
 
 import minitri
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, generate, loader
-from minitri.apps import bench, plan
+from minitri.apps import plan
 from minitri.apps.chat import chatting
 from minitri.apps.cli import arguments, inputs, scoring
 from minitri.apps.selftest import selftesting
@@ -88,7 +88,6 @@ def with_value(flag: str, action: Action) -> list[str]:
 PROGRAMS = {  # each with a command line that its flags change
     "generate": (generate.main, f"{CPU} -n 4", PROMPT),
     "chat": (chatting.main, f"{CPU} -n 4", "--document=text"),
-    "bench": (bench.main, f"{CPU} -n 4 --seeds 1", "--prompt-file=text"),
     "score": (scoring.main, CPU, "text"),
     "plan": (plan.main, "-m llama2-7b-128k --context 99999", "--gpu-memory=24"),
     "selftest": (selftesting.main, f"{CPU} -n 4 --num-samples 200", f"--prompt={PROMPT}"),

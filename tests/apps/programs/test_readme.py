@@ -32,7 +32,7 @@ ADDED = {
     "minitri score novel.txt --max-prompt-tokens 8000": "--max-prompt-tokens 300",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 8 --num-samples 64 "
     "--method naive",
-    "minitri bench --compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
+    "python -m tools.bench compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
     "minitri plan": "",
     "python -m tools.paper": "",
     "python -m tools.race --prompt-file persuasion.txt --weights dense": "-n 4 "
@@ -40,7 +40,7 @@ ADDED = {
 }
 """Commands to run, each with flags that come after its own."""
 OTHERS = ("torchrun ", "python -m tools.b", "python -m pytest", "python3 -m venv", "pytest ")
-OTHERS += ("minitri audit ", "minitri serve", "pip install")
+OTHERS += ("python -m tools.audit", "minitri serve", "pip install")
 """Beginnings of commands that need two GPUs, a server, an index of packages, or are this suite."""
 
 

@@ -12,8 +12,7 @@ import pytest
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 IS_DONE = "document.querySelectorAll('.answer .tools').length === 1 && !running"
 ANSWER = "[...document.querySelectorAll('.answer .text')].at(-1).textContent"
-
-
+NOTE = "#talk > .note:last-child"
 DRAWN = Path(__file__).with_name("drawn.md").read_text("utf-8")
 
 
@@ -79,11 +78,11 @@ def test_a_person_asks_stops_goes_on_and_deletes(page, server, render):
 def test_a_page_is_one_file_whose_policy_lets_only_its_own_script_and_style_in(server, path):
     response = server.http.get(path)
     page = response.text
-    markup = re.sub("<(script|style)>.*?</", "", page, flags=re.DOTALL)
+    markup = re.sub(r"<(script|style)>.*?</\1", "", page, flags=re.DOTALL)
     ids = re.findall(r'\bid="(\w+)"', markup)
     assert {*re.findall(r'\$\("(\w+)"\)', page)} <= {*ids}
     assert not re.findall(r"<[^>]*\s(?:style|on\w+)=", markup)
-    assert not re.findall(r"https?://\w|innerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+    assert not re.findall(r"[\"'`]https?://\w|(inner|Adjacent)HTML|document\.write|eval\(", page)
     policy = response.headers["content-security-policy"]
     assert "unsafe" not in policy
     for tag in ("script", "style"):
@@ -99,18 +98,39 @@ def test_answers_are_drawn_as_markdown_but_never_as_html(page, scripted, run):
     open_page(scripted, page)
     page.evaluate("$('max_tokens').value = 999")
     assert ask(scripted, page, "How?") == DRAWN
-    wanted = {"h1": ["Ships"], "strong": ["two"], "em": ["not"], "img": [], "td": [" 1 ", " 2 "]}
-    wanted["code"] = ["sails", "<script>document.title = 'hacked'</script>"]
+    wanted = {"h1": ["Ships"], "strong": ["two", "T", "all"], "em": ["not"], "td": ["1", "2"]}
+    wanted["code"] = ["sails", "<script>document.title = 'hacked'</script>", "x ~~ y"]
+    wanted |= {"img": [], "s": [], ".equation": ["y = x_1", "y", "- z"]}
     for _ in range(2):
         for tag, texts in wanted.items():
             assert page.locator(f".drawn {tag}").all_text_contents() == texts
-        assert "my_big_ship" in page.locator(".drawn p").first.text_content()
+        assert "my_big_ship, not one; 2*3*4, __init__ and " in page.text_content(".drawn p")
         links = page.locator(".drawn a").evaluate_all("all => all.map((a) => a.href)")
-        assert links == ["", "http://127.0.0.1/p.png", "https://a.example/my_big_ship"]
+        names = ("my_big_ship", "boat_(ship)", "boat_(row)")
+        assert links == ["http://127.0.0.1/p.png", *(f"https://a.example/{it}" for it in names)]
         page.reload()
     page.click("#colors")
     visible = [page.locator(f".answer .{view}").is_visible() for view in ("text", "drawn")]
     assert (visible, page.title()) == ([True, False], "minitri")
+
+
+@pytest.mark.slow
+def test_a_document_too_long_is_cut_by_one_press(page, scripted, run):
+    """Before it is sent, and if the server refuses it. Its beginning takes most of its tokens."""
+    text = "4 7 1 2 " * 2000 + "She had been forced into prudence. " * 500
+    open_page(scripted, page)
+    type_line(page, "question", "/docments")
+    assert "did you mean /documents?" in page.locator(NOTE).text_content()
+    for number, event in enumerate(("change", "nobody counts")):
+        page.evaluate("text => { $('document').value = text }", text)
+        page.dispatch_event("#document", event)
+        type_line(page, "question", "Who?")
+        scripted.wait(lambda: page.locator(f"{NOTE} button").is_visible())
+        assert page.evaluate("talk.turns.length") == 2 * number
+        run.requests.clear()
+        page.click(f"{NOTE} button")
+        scripted.wait(lambda: run.requests and page.evaluate(IS_DONE))
+        assert 2800 < len(run.prompt) < 3200  # of 4096
 
 
 @pytest.mark.slow

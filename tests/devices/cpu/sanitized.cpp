@@ -109,9 +109,10 @@ std::vector<T> results(int dtype, int threads) {
         const int64_t S = is_tiled ? 704 : 700;
         const std::vector<int64_t> lengths{S - T_, 0};
         auto keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
-        PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(),
-                        is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, nullptr, L, B, T_,
-                        W, E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, 1e-6, 1.0};
+        PassArguments p{{nullptr, keys.data(), values.data(), nullptr, lengths.data(), nullptr, B, T_, H, K, D,
+                         K * S * D, S * D, D, is_tiled},
+                        layers.data(), x.data(), cos.data(), sin.data(), is_tiled ? nullptr : raw.data(), queries.data(),
+                        nullptr, L, W, E, B * K * S * D, B * W * H * D, 1e-6, 1.0};
         ok(minitri_pass(dtype, 0, threads, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
@@ -133,9 +134,10 @@ std::vector<T> results(int dtype, int threads) {
     for (bool is_partial : {true, false}) {
         std::vector<int64_t> tokens(B * G);
         std::vector<float> probs(B * G * 95);
-        PassArguments p{layers.data(), x.data(), nullptr, nullptr, old_keys.data(), old_values.data(),
-                        old_raw.data(), nullptr, starts.data(), nullptr, nullptr, L, B, T_, 0, E, H, K, D,
-                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, 1e-6, 1.0};
+        PassArguments p{{nullptr, old_keys.data(), old_values.data(), nullptr, starts.data(), nullptr, B, T_, H, K, D,
+                         K * slots * D, slots * D, D, 0},
+                        layers.data(), x.data(), nullptr, nullptr, old_raw.data(), nullptr,
+                        nullptr, L, 0, E, B * K * slots * D, 0, 1e-6, 1.0};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
                          norm.data(), {table.data(), nullptr, 100, E, 16}, {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),

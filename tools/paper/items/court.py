@@ -4,9 +4,20 @@ Of toys, small enough to add up every outcome of a step of two guesses, and of t
 next token where the drafter made one guess, by formulas over the whole vocabulary. Nothing is
 sampled. The rules are those of `tools/paper/court.py`.
 
+"Recovered from p" is what the published code of TriForce does where the retrieval level rejects a
+guess of the drafter: it samples the next token from p-hat in place of norm(max(p-hat - q, 0)), and
+hands p-hat on as the distribution that it was sampled from (`Middle_Spec` there, one drafted token
+a round). So that token follows min(q, p-hat) + (1 - sum(min(q, p-hat))) * p-hat, which is not
+p-hat; the target, which accepts it with probability min(1, p / p-hat), does not mend that.
+
+In a toy tables of random logits, a row for every text, stand for the drafter and the target, in
+float64.
+
 Legend: N positions, V vocabulary.
 """
 
+import functools
+import random
 import statistics
 
 import torch
@@ -16,36 +27,55 @@ from torch import Tensor
 from minitri.core.decoding.reference import Model
 from tools.paper.court import LOSSLESS, RULES, distance
 from tools.paper.item import Done, Item, Json, Shown, Table
-from tools.paper.items.exactness import (
-    DRAFT,
-    MODEL_AT,
-    TARGET,
-    Toy,
-    cells,
-    residual,
-    total_variation,
-)
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import curves, grouped, select
+from tools.paper.shapes import curves, grid, grouped, select
 
+MODEL_AT = (0.0, 0.6, 1.0, 1.2)
+"""Temperatures at which the real model is asked, as far as the scale has them."""
 TOYS = range(4)
 """Seeds of toys, of which the worst is shown."""
+NUM_TOKENS = 4
+"""Vocabulary of a toy."""
+TARGET, DRAFT = 0, 2
+
+
+def cells(scale: Scale) -> list[Json]:
+    """The real model after every text, and the toys, by temperature."""
+    asked = [T for T in MODEL_AT if T in scale.temperatures]
+    real = grid(what=["model"], text=range(scale.num_speed_texts), temperature=asked)
+    return real + grid(what=["toy"], temperature=scale.temperatures)
 
 
 def toy_distances(temperature: float) -> dict[str, float]:
     """The largest total variation of toys' first tokens from the target's own, by rule."""
     found = dict.fromkeys(RULES, 0.0)
     for seed in TOYS:
-        draft, target = (toy_model(Toy(seed, temperature), level) for level in (DRAFT, TARGET))
+        draft, target = (toy_model(seed, temperature, level) for level in (DRAFT, TARGET))
         for name, rule in RULES.items():
             found[name] = max(found[name], distance(rule, draft, target))
     return found
 
 
-def toy_model(toy: Toy, level: int) -> Model:
-    """A level of a toy as a function of the text."""
-    return lambda text: toy.probs(level, (*text,)).tolist()
+def toy_model(seed: int, temperature: float, level: int) -> Model:
+    """A toy's level as a function of the text; the drafter's logits are halfway to the target's."""
+
+    @functools.cache
+    def probs(text: tuple[int, ...]) -> list[float]:
+        tables = [random.Random(f"{3 * seed + it} {text}") for it in {TARGET, level}]
+        logits = [[table.gauss(0, 1.5) for _ in range(NUM_TOKENS)] for table in tables]
+        logits_V = torch.tensor(logits, dtype=torch.float64).mean(0)
+        if temperature == 0:
+            return F.one_hot(logits_V.argmax(), NUM_TOKENS).tolist()
+        return (logits_V / temperature).softmax(0).tolist()
+
+    return lambda text: probs((*text,))
+
+
+def residual(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    """norm(max(p - q, 0)); zeros where p = q."""
+    left_NV = (p_NV - q_NV).clamp_min(0)
+    return left_NV / left_NV.sum(1, keepdim=True).clamp_min(1e-300)
 
 
 def next_token(name: str, q_NV: Tensor, p_NV: Tensor) -> Tensor:
@@ -108,8 +138,8 @@ def measure(lab: Lab, settings: Json) -> Json:
     # Nothing is guessed about the first.
     rows = (it[1 : len(q_NV)].double() for it in (q_NV, said.probs_NV))
     q_NV, p_NV = (it / it.sum(1, keepdim=True) for it in rows)
-    found = {name: total_variation(next_token(name, q_NV, p_NV), p_NV) for name in RULES}
-    return {name: it.mean().item() for name, it in found.items()}
+    errors = {name: next_token(name, q_NV, p_NV) - p_NV for name in RULES}
+    return {name: it.abs().sum(1).mean().item() / 2 for name, it in errors.items()}
 
 
 def show(done: list[Done], scale: Scale) -> Shown:

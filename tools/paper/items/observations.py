@@ -9,8 +9,8 @@ import torch
 
 from minitri import GenerationConfig
 from minitri.apps.plan import config_of
+from minitri.core.requests import NO_SPECULATION
 from minitri.core.roofline import CARDS, Workload, bytes_per_pass
-from tools.bench.floor import plain_decoding
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
@@ -61,7 +61,9 @@ def measure_lengths(lab: Lab, settings: Json) -> Json:
     found = list[float]()
     short = min(SHORT, context // 2)
     for num_tokens in (short, short, context):  # the first one warms up
-        run = plain_decoding(engine, prompt[:num_tokens], generation)
+        engine.release()
+        how: Json = {"generation": generation, "speculation": NO_SPECULATION}
+        run = engine.generate(prompt[:num_tokens], seed=0, temperature=0, **how)
         list(run)
         found.append(run.stats.ms_per_token or 0.0)
     parts = {"attention": max(0.0, found[2] - found[1]), "rest": found[1]}

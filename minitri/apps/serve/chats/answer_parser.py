@@ -55,14 +55,14 @@ class AnswerParser:
     """Parser of one answer of a chat, which takes its text in pieces."""
 
     def __init__(self, form: ToolFormat | None = None, *, thinks: bool = False) -> None:
-        """Makes a parser; without a format nothing is a call. `thinks`: a thought is open."""
+        """Makes a parser of calls in this `form`, if any. `thinks`: the prompt ends in <think>."""
         self._form = form
         self._rest = ""  # text that has not been passed on
         self._is_last = False
         self._steps = self._read(thinks)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Takes a piece of text; returns the parts that are final, after the last piece all."""
+        """Takes text; returns the pieces that are final now, which are all if `is_last`."""
         self._rest += text
         self._is_last = is_last
         return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
@@ -83,14 +83,14 @@ class AnswerParser:
         yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
-        """Consumes a tag and the spaces before it, if these come next, and returns them."""
+        """Removes white space and a tag from the text, if these come next; returns them or ""."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
         is_next = head.startswith(tag)
         return self._cut(len(self._rest) - len(head) + len(tag)) if is_next else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Yields text as pieces up to a tag, or to the end; returns the tag, if it comes."""
+        """Yields text up to a tag or the end, in pieces of this kind; returns the tag or ""."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)

@@ -18,7 +18,7 @@ from minitri.files.hf_config import without_null
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 """`advice` by the type of pydantic's error, where pydantic's words are meant for Python; `ignored`
 unknown fields, which change no answer; and `neutral` values of unknown fields, which ask for
-nothing, as null does in all. In others false, 0 and what is empty may ask for something."""
+nothing, as null does in all fields. Elsewhere false, 0 or an empty list may ask for something."""
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
@@ -48,8 +48,8 @@ B = TypeVar("B", bound=Body)
 
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """Checks a JSON object by a pydantic model. Raises `InputError` about the first problem.
-    It is about the innermost one. Unknown fields are refused, or ignored if `lenient`."""
+    """Checks a JSON object by a pydantic model. Raises `InputError` about the innermost problem.
+    Unknown fields are refused, or ignored if `lenient`."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
@@ -159,6 +159,6 @@ class Conversation(Body):
     tool_choice: Annotated[str, BeforeValidator(choice_of, json_schema_input_type=str | Json)] = (
         "auto"
     )
-    """Whether it calls some: auto, none, required, or the function to call."""
+    """Whether the answer calls functions: auto, none, required, or the function to call."""
     parallel_tool_calls: bool = True
-    """Whether it may call several."""
+    """Whether the answer may call several functions."""

@@ -55,7 +55,7 @@ class ChatPrompt:
         tags = [THINK, END_THINK, *((form.opening, form.closing) if self.functions else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        self._rules = {  # of the grammar's template
+        self._rules = {  # variables of the grammar's template
             "thinks": self._thinks,
             "may_think": THINK in source,
             "controls": controls,
@@ -64,7 +64,7 @@ class ChatPrompt:
         }
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of an answer of this form, or that may call functions. Raises `InputError`."""
+        """Grammar of an answer that has this form or calls functions. Raises `InputError`."""
         if self._form is None:
             return form
         if form and not form.kind.startswith("json"):
@@ -82,7 +82,7 @@ class ChatPrompt:
             raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
-        """Makes a parser of the answer, which has read the words that the prompt ends with."""
+        """A parser of the answer, which has read a final message that the answer continues."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
@@ -111,7 +111,7 @@ def short_id(call_id: str) -> str:
 
 
 def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
-    """Splits messages with several calls, for templates that refuse those."""
+    """Splits messages with several calls into one for each, for templates that demand that."""
     for turn in turns:
         calls = turn.get("tool_calls", ())
         yield turn | {"tool_calls": calls[:1]} if calls else turn
@@ -120,7 +120,7 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
-    """JSON Schemas of functions' arguments; unknown functions take any object, or `InputError`."""
+    """JSON Schemas of functions' arguments; for one too hard any object, if strict `InputError`."""
     from llguidance import LLMatcher
 
     schemas: dict[str, str] = {}

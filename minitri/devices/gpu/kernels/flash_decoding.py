@@ -19,8 +19,8 @@ from torch import Tensor
 NUM_KEYS = 64  # keys that a program reads at a time
 MAX_ROWS = 64  # rows of queries per program; another program with more rows reads K and V again
 MAX_PIECES = 128  # pieces of a prefix, each for one program
-MIN_PIECES = 8  # of each row of a batch, which may be much longer than the others
-PROGRAMS_PER_PROCESSOR = 2  # programs at once, by the shared memory that prefetching takes
+MIN_PIECES = 8  # least pieces of a row in a batch, as one row may be much longer than the others
+PROGRAMS_PER_PROCESSOR = 2  # programs for which a multiprocessor has shared memory at a time
 
 # Arguments that vary from call to call: Triton must not compile a kernel for each value.
 RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
@@ -32,7 +32,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEAD: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Triton kernel: attention of one KV head to one piece of its keys; (R, D) and log-sum-exps.
+    """Triton kernel: attention of one KV head to one piece of its keys; writes `outs` and `lses`.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
     of log2(e), logarithms are to base 2; `q_b` and the like are strides."""
@@ -92,7 +92,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Triton kernel: merges all pieces of one row of one KV head by their log-sum-exps."""
+    """Triton kernel: merges a row's results `outs` of all pieces by their log-sum-exps `lses`."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads

@@ -1,7 +1,7 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A program computes some columns of the output. W is split along E among its warps: of every `SHARES`
-groups each reads one, and converts it in registers, once. Their sums are added in a fixed order:
+A program computes some columns of the output. W is split along E among its warps: each reads one of
+every `SHARES` groups, and converts it in registers, once. Their sums are added in a fixed order:
 among blocks of at most 8 rows, and among longer ones, a row's bits do not depend on the others. W
 is the first factor of every product, as a tensor core takes 16 rows of the first factor and 8
 columns of the second.
@@ -23,7 +23,7 @@ COLUMNS = 32  # outputs of a program
 @triton.jit  # type: ignore[untyped-decorator]
 def nibbles(bytes_SCX, like: tl.constexpr):  # type: ignore[no-untyped-def]
     """The low and the high nibble of each byte, both less 8, as numbers of type `like`.
-    bfloat16: four bytes at a time, a nibble with exponent 0x43 is 128 to 143, less 136."""
+    In bfloat16 of four bytes at a time: 0x4300 plus a nibble is 128 to 143; 136 is subtracted."""
     if like == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -114,7 +114,7 @@ def tile_sizes(M: int, bits: int, *, is_narrow: bool) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """Product x W^T, (..., N), of x (..., E); on a GPU float32 x is first rounded to bfloat16."""
+    """x W^T (..., N) with W from `quantize`; on a GPU float32 x is first rounded to bfloat16."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:

@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from minitri.apps.audit import auditing as audit
-from minitri.apps.audit.client import NEUTRAL, NUM_NEW, Client, connect
 from minitri.apps.selftest.martingale import Martingale
-from tests.apps.audit.toy import Toy
 from tests.apps.serve.conftest import COUPLED, PROMPT, serving
 from tests.conftest import Done
+from tests.tools.audit.toy import Toy
+from tools.audit import __main__ as audit
+from tools.audit.client import NEUTRAL, NUM_NEW, Client, connect
 
 CHECKS = ["logprobs", "greedy", "independence", *(f"texts, T={T}" for T in ("1", "0.5", "1.5"))]
 

@@ -1,4 +1,6 @@
-"""The audit: is an OpenAI-compatible server's sampling lossless? `minitri audit http://...`
+"""The audit: is an OpenAI-compatible server's sampling lossless?
+
+    python -m tools.audit http://127.0.0.1:8000 --json
 
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
 
@@ -21,11 +23,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place, connect
-from minitri.apps.cli import arguments, exits, report
+from minitri.apps.cli import report
+from minitri.apps.cli.arguments import OneLineParser
+from minitri.apps.cli.exits import program
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
 from minitri.core.log import log
+from tools.audit.client import BURST, NUM_NEW, Bursts, Client, Place, connect
+from tools.flags import positive
 
 COLUMNS = "check verdict statistic p_value num_tokens"
 PROMPTS = Path(__file__).with_name("prompts.txt").read_text("utf-8").splitlines()
@@ -40,6 +45,18 @@ COPIED = "concurrent answers copy each other: they share random numbers, or use 
 DEPARTED = "texts do not follow the reported log-probabilities"
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m tools.audit", description=__doc__)
+    add = parser.add_argument
+    add("url", metavar="URL", help="of an OpenAI-compatible server")
+    add("-m", "--model", help="which of its models (default: its first)")
+    add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
+    text = "to sample from the server (default: 12288)"
+    add("--num-tokens", type=positive, default=12288, metavar="N", help=text)
+    parser.add_flags("json")
+    return parser
 
 
 def run_command(args: Namespace) -> int:
@@ -157,4 +174,7 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
     return likelihood, learned, copied
 
 
-main = exits.program(lambda: arguments.OneLineParser("audit"), run_command)
+main = program(build_parser, run_command)
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,10 @@
-"""The benchmark: prefill and decoding speed of one method, or of several, interleaved.
+"""The benchmark: prefill and decoding speed of methods on this machine, interleaved.
+
+    python -m tools.bench compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6
+    python -m tools.bench methods --max-prompt-tokens 8000 --method triforce
+
+`compare` measures autoregressive decoding and all methods, or those of --method, and speedups;
+`methods` those of --method alone, or auto. With --row both print rows for docs/machines.md.
 
 Every prompt is read once, cold; tokens that a method reads again are added to its prefill time.
 Runs are interleaved, each round in another order, so that a drifting machine is as slow for all.
@@ -6,11 +12,12 @@ Runs are interleaved, each round in another order, so that a drifting machine is
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Stats
@@ -30,6 +37,26 @@ class Run(NamedTuple):
     prefill_seconds: float
     ms_per_token: float
     stats: Stats
+
+
+def build_parser(name: str) -> arguments.OneLineParser:
+    """Flags of `compare` or `methods`."""
+    settings = {"prog": f"python -m tools.bench {name}", "usage": "%(prog)s [flags]"}
+    parser = arguments.OneLineParser(description=__doc__, **settings)
+    parser.add_flags("MODEL", "json", "MEMORY", "coupled", "LENGTH")
+    add = parser.add_argument
+    add("--row", metavar="NAME", help="name of this machine: prints rows, of auto or each --method")
+    text = "runs per prompt (default: 2)"
+    add("--seeds", type=arguments.number_from(1, 1000), default=2, metavar="N", help=text)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    text = "a text; may be given several times (default: Python's help)"
+    add("--prompt-file", **several, dest="prompt_files", metavar="FILE", help=text)
+    text = "or METHOD:TREE, as in naive:16 or triforce:4x3; may be given several times"
+    add("--method", **several, dest="methods", metavar="METHOD", help=text)
+    parser.add_flags("SIZES", title="speculation")
+    parser.add_flags("SAMPLING", "seed", title="greedy")
+    parser.set_defaults(compare=name == "compare", ignore_eos=True, max_new_tokens=64)
+    return parser
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -156,4 +183,6 @@ def table(result: Mapping[str, report.Json]) -> str:
     return "\n".join(lines)
 
 
-main = exits.program(lambda: arguments.OneLineParser("bench"), measure)
+main, methods = (
+    exits.program(functools.partial(build_parser, name), measure) for name in ("compare", "methods")
+)
