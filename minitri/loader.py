@@ -82,6 +82,6 @@ class OpenEngine:
         target, retrieval_model = self._target.load_target()
         draft = self._draft.load_drafter(target) if self._draft else None
         if join().count > 1:
-            fingerprints = [it.execution.fingerprint for it in (target, draft) if it]
+            fingerprints = [it.execution.identify() for it in (target, draft) if it]
             join().check_same("model files", (self.config, self._sampling, fingerprints))
         return Engine(target, self.tokenizer, draft, retrieval_model, self._drafter, self._sampling)

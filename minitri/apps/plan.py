@@ -19,7 +19,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
-from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes
+from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes, default_copy_bits
 from minitri.core.shape import MemoryShape
 from minitri.devices.cpu.build import has_kernels
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config, on_disk
@@ -86,7 +86,6 @@ def site_of(args: Namespace) -> Site:
         if (site := SITES.get(args.gpu.lower())) is None:
             raise InputError(f"there is no --gpu {shorten(args.gpu, 60)}; see --gpu list")
         return site._replace(gib=args.gpu_memory or site.gib)
-    name = "a GPU"
     gib = args.gpu_memory
     if gib is None:
         exits.import_pytorch()
@@ -98,10 +97,9 @@ def site_of(args: Namespace) -> Site:
             args.host_memory = 0
             gib = free_host_bytes() / GIB
             return Site("CPU of this machine", gib, CPU, "free now; speeds are assumed")
-        name = "GPU of this machine"
         gib = torch.cuda.mem_get_info()[1] / GIB
     machine = next(card for most, card in CARDS.items() if gib <= most)
-    return Site(name, gib, machine, "assumed by its size; --gpu names one")
+    return Site("GPU", gib, machine, "assumed by its size; --gpu names one")
 
 
 def run_command(args: Namespace) -> None:
@@ -109,17 +107,19 @@ def run_command(args: Namespace) -> None:
     if args.gpu == "list":
         print(TABLE)
         return
-    needs = demand_of(args)
     site = site_of(args)
+    needs = dataclasses.replace(demand_of(args), captures=site.machine is not CPU)
     form = args.dtype
+    room = site.gib * GIB - CONTEXT
     if site.machine is not CPU:
         if args.draft_weights == "auto":
-            needs = needs.with_default_copy(site.gib * GIB - CONTEXT)
+            bits = default_copy_bits(needs.config, room - needs.num_weight_bytes)
+            needs = dataclasses.replace(needs, copy_bits=bits)
     elif has_kernels() and (found := on_disk(args.model)) and found.path.suffix == ".gguf":
         form += ", weights quantized as in the file"
         needs = dataclasses.replace(needs, weight_bytes=found.path.stat().st_size)
     host_bytes = args.host_memory * GIB / args.gpus
-    best = choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
+    best = choose_on_chip(needs, room, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
     rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:

@@ -1,18 +1,20 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed as one launch.
 
 `GraphPool.run` captures a function of tensors when a run starts; later it copies inputs into static
-buffers and replays the graph. **Its output is overwritten by the next run** of any function;
-weights and caches must keep their addresses.
+buffers and replays the graph. All functions share these, and buffers of outputs: **an output is
+overwritten by the next run**. Weights and caches must keep their addresses.
 """
 
 import functools
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from minitri.core.errors import InputError, shorten
 
@@ -23,14 +25,14 @@ Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
 
 class GraphPool:
-    """A set of captured CUDA graphs, which share one memory pool and never run at once."""
+    """A set of captured CUDA graphs, which share memory and never run at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.num_graphs = 0
         self.rules = set[Any]()  # verification rules whose graphs have all been captured
         self.is_capturing = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
+        self._buffers: dict[Any, Tensor] = {}  # of inputs and outputs, by their place and dtype
         if device.type == "cuda":
             self._memory: Any = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
@@ -39,8 +41,7 @@ class GraphPool:
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
         """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
         one if `is_capturing` (`InputError` if that fails), else calls the function as it is."""
-        shapes = ((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
-        key = function, *constants.values(), *shapes
+        key = function, *constants.values(), tree_map(lambda it: (it.shape, it.dtype), inputs)
         function = functools.partial(function, **constants)
         if self.is_capturing and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -49,25 +50,36 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures a call on copies of `examples`; returns its replay. Raises `InputError`."""
-        statics = tree_map(lambda it: it.to(self._device, non_blocking=True, copy=True), examples)
-        buffers = tree_leaves(statics)
+        """Captures a call on copies of `examples`; returns its replay. Raises `InputError`.
+        Best the largest first: smaller ones then need no memory of their own."""
+        statics = self._shared("input", examples)
         try:
-            replay, output = self.record(lambda: function(*statics))
+            replay, output = self.record(lambda: self._shared("output", function(*statics)))
         except RuntimeError as error:  # also raised when memory runs out
             raise InputError(
                 f"a CUDA graph could not be captured ({shorten(error, 90)})",
                 "use cuda_graphs=False",
             ) from error
-        self.num_graphs += 1
 
         def captured(*inputs: Any) -> Any:
-            for ours, theirs in zip(buffers, tree_leaves(inputs), strict=True):
-                ours.copy_(theirs, non_blocking=True)
+            tree_map(lambda ours, theirs: ours.copy_(theirs, non_blocking=True), statics, inputs)
             replay()
             return output
 
         return captured
+
+    def _shared(self, use: str, tensors: Any) -> Any:
+        """Copies of tensors, in buffers that the inputs, or the outputs, of all functions share."""
+        places = itertools.count()
+
+        def copy(tensor: Tensor) -> Tensor:
+            key = use, next(places), tensor.dtype
+            size = tensor.numel()
+            if key not in self._buffers or len(self._buffers[key]) < size:
+                self._buffers[key] = tensor.new_empty(size, device=self._device)
+            return self._buffers[key][:size].view_as(tensor).copy_(tensor, non_blocking=True)
+
+        return tree_map(copy, tensors)
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Warms `run` up and captures it; returns a function that replays it, and its output."""

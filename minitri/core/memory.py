@@ -61,7 +61,9 @@ class Models:
 def demand_of(models: Models, shape: MemoryShape) -> Demand:
     """Bytes that a run of these models in this memory shape needs."""
     draft = models.draft.config if models.draft else None
-    return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
+    target = models.target
+    captures = shape.generation.cuda_graphs and target.device.type == "cuda"
+    return Demand(target.config, draft, shape, target.dtype.itemsize, captures=captures)
 
 
 def check_process(models: Models) -> None:
@@ -134,15 +136,16 @@ def allocate(
     captured if its cache is in host memory."""
     target = models.target
     speculation = shape.speculation
+    needs = demand_of(models, shape)
     if not full:
-        full = allocate_full_cache(target, demand_of(models, shape), host)
+        full = allocate_full_cache(target, needs, host)
     # K and V from decoding differ in their last bits from those of prefill. Where kernels promise
     # that a text has the same bits as in a fresh run, only K and V of prompts are reused.
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held:  # now, as capturing graphs overwrites the first slots of empty rows
         prefix.adopt(held)
-    if not graphs and shape.generation.cuda_graphs and target.device.type == "cuda":
+    if not graphs and needs.captures:
         graphs = GraphPool(target.device)
     V = target.config.vocab_size
     runners: dict[str, ModelRunner] = {}

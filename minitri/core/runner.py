@@ -138,8 +138,8 @@ class ModelRunner:
             inputs = guesses.padded(numbers_BN, size - 1, self.passes.vocab_size)
             found = self.graphs.run(self.passes.verify, packed_4BT, *inputs, rule=source.rule)
             logits_BNV, probs_BNV, verdict_BX = found
-            probs_BNV = probs_BNV.clone()  # may be read after the next run has overwritten it
-            output = Output(probs_BNV, logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
+            # Probabilities are read after the next run of a graph, logits are not.
+            output = Output(probs_BNV.clone(), logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
         else:
             tokens_BN = guesses.tokens_BN
             if self.graphs:  # a graph has room for a guess at every place but the first

@@ -78,11 +78,10 @@ class Stack:
         rule = self.source.rule
         self.source.run_rule = functools.partial(graphs.run, rule)
         graphs.is_capturing = rule not in graphs.rules
-        for stage in self.cascade.stages if graphs.is_capturing else ():
+        for stage in reversed(self.cascade.stages) if graphs.is_capturing else ():
             stage.capture(self.shape.speculation.plans)
         graphs.rules.add(rule)
         graphs.is_capturing = False
-        self.stats.num_graphs = graphs.num_graphs
 
     def admit(self, b: int, state: RequestState) -> Iterator[int]:
         """Gives the empty row b of the batch to a request; returns an iterator to read its prompt.

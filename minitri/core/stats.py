@@ -48,11 +48,6 @@ class LevelStats:
         num_tested = self.num_tested_tokens
         return self.num_accepted_tokens / num_tested if num_tested else None
 
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        """Tokens per round with the level's own: 1 + accepted / rounds; None before the first."""
-        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
-
     def count(self, num_draft: int, num_accepted: int) -> int:
         """Counts a verdict about one row's guesses; returns how many of them were tested."""
         num_tested = min(num_accepted + 1, num_draft)
@@ -64,8 +59,7 @@ class LevelStats:
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
-        rates = ("acceptance_rate", "mean_acceptance_length")
-        return counts | {name: getattr(self, name) for name in rates}
+        return counts | {"acceptance_rate": self.acceptance_rate}
 
 
 @dataclass
@@ -94,7 +88,6 @@ class Stats:
     kv_cache_bytes: int = 0  # all KV caches of the run
     stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
     steps_per_plan: Counter[str] = field(default_factory=Counter)  # by `str(StepPlan)`
-    num_graphs: int = 0  # captured CUDA graphs
 
     @property
     def levels(self) -> list[LevelStats]:

@@ -36,7 +36,7 @@ def manifest_of(model: Llama) -> dict[str, str]:
     """Facts on which K and V of a model's texts depend, which the reader of a snapshot compares.
     Raises `InputError` for a model that is split over processes, or was not read from files."""
     config = model.config
-    if model.execution.ranks.count > 1 or not (fingerprint := model.execution.fingerprint):
+    if model.execution.ranks.count > 1 or not (fingerprint := model.execution.identify()):
         raise InputError(
             f"the KV cache of {config.name} is neither saved nor loaded: it was not read "
             "from a file, or is divided among processes; use a model of a file in one process"

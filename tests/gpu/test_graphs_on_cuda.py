@@ -68,19 +68,19 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         logits, probs, verdict = passes.verify(*moved, rule=rule)
         slots = [it[:, :, :, : cache.lengths[0] + size] for it in (cache.keys, cache.values)]
         exact = [it.clone() for it in slots]
+        got = [torch.empty_like(it) for it in (hidden, probs)]
         for _ in range(2):  # the first time, a size is captured
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             with waits() as found:
-                replayed = pool.run(passes.forward, packed_4BT, tokens)
-                replayed_probs = pool.run(passes.probs, logits)
+                got[0].copy_(pool.run(passes.forward, packed_4BT, tokens))
+                got[1].copy_(pool.run(passes.probs, logits))  # all overwrite what others return
                 verified = pool.run(passes.verify, *inputs, rule=rule)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not found
-        got, wanted = (replayed, replayed_probs, *verified), (hidden, probs, logits, probs, verdict)
-        assert all(map(torch.equal, (*got, *slots), (*wanted, *exact)))
+        wanted = (hidden, probs, logits, probs, verdict)
+        assert all(map(torch.equal, (*got, *verified, *slots), (*wanted, *exact)))
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
-    assert pool.num_graphs == 6
 
 
 @pytest.mark.takes(seconds=10, gib=2)

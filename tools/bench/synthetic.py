@@ -248,7 +248,6 @@ def decode(
         "phase_ms": {name: 1e3 * value for name, value in seconds.items()},
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.memory.full.on_chip,
-        "num_graphs": stats.num_graphs,
         "start_seconds": start_seconds,
     }
 

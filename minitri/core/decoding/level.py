@@ -154,17 +154,16 @@ class Level(Stage):
     def capture(self, plans: Iterable[StepPlan]) -> None:
         B = len(self.runner.sampling)
         nobody = ([[0]] * B, [False] * B)
-        for size in self.runner.block_sizes:  # this writes to slots after the prefixes only
+        for size in reversed(self.runner.block_sizes):  # writes to slots after the prefixes only
             guesses = Proposal.of([[0] * (size - 1)] * B, torch.zeros(B, size - 1, 0), "")
             self.runner.next_probs(*nobody, guesses, self.source)
-            probs_BNV = self.runner.next_probs(*nobody, guesses).probs_BNV
-            self.source.verify(guesses, probs_BNV, [0] * B, [False] * B)
-        lengths = {  # of drafts; the retrieval level makes all tokens after the first alike
+            output = self.runner.next_probs(*nobody, guesses)
+            self.source.verify(guesses, output.probs_BNV, [0] * B, nobody[1])
+        for N in {  # lengths of drafts; the retrieval level makes all tokens after the first alike
             plan.gamma1 or min(plan.gamma2, 2)
             for plan in plans
             if [self.name] == plan.proposers[:1] and not plan.tree
-        }
-        for N in lengths:
+        }:
             self.runner.draft(*nobody, N, self.source)
 
     def prepare(self, sequences: Rows, active: Active) -> None:

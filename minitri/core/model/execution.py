@@ -61,8 +61,3 @@ class Execution:
     computed_by: str = ""  # describes kernels, processor and threads, or the device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     identify: Callable[[], str] = str  # digests the files of the weights; "" if there are none
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the files of weights, which takes a second for 2 GB. Raises `InputError`."""
-        return self.identify()

@@ -5,17 +5,19 @@ the first `on_chip` of L layers is on the device, that of the others in host mem
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
-from minitri.core.roofline import copy_bytes, default_copy_bits, num_weights
+from minitri.core.roofline import copy_bytes, num_weights
 from minitri.core.settings import LONGEST_BLOCK, pad_to_stride
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)  # taken by driver and CUDA context: 24 GB cards have 23.2 GiB free
-RESERVE = GIB // 2  # left free for workspaces of libraries, graphs and fragmentation
+RESERVE = GIB // 2  # left free for workspaces of libraries and fragmentation
+SAMPLING = 40  # bytes per logit of a pass of decoding: the logit, sorted, with running sums
+CAPTURED = 72  # the same of captured ones, with noise, and buffers of inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Demand:
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
     weight_bytes: int = 0  # of the model's weights, if `itemsize` does not say it
     copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any
+    captures: bool = True  # whether passes of decoding are captured as CUDA graphs
 
     @property
     def num_tokens(self) -> int:
@@ -58,11 +61,6 @@ class Demand:
             return [num_layers]
         return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
 
-    def with_default_copy(self, device_bytes: float) -> "Demand":
-        """The demand with the 4-bit copy of weights that a GPU of `device_bytes` uses, if any."""
-        num_free = device_bytes - self.num_weight_bytes
-        return replace(self, copy_bits=default_copy_bits(self.config, num_free))
-
     @property
     def num_weight_bytes(self) -> int:
         return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
@@ -75,7 +73,7 @@ class Demand:
         if self.drafter:
             proposing += num_weights(self.drafter) * self.itemsize
         # Prefill layer by layer keeps the hidden states of the whole prompt.
-        hidden_states = self.num_tokens * config.hidden_size * self.itemsize
+        hidden = bool(hosted) * self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": self.weight_bytes or num_weights(config) * self.itemsize,
             "weights that only propose": proposing,
@@ -83,8 +81,10 @@ class Demand:
             "staging buffers": min(hosted, 2) * self.kv_layer
             + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(),
-            "activations": self._activations() + (hidden_states if hosted else 0),
-            "reserve, graphs": RESERVE,
+            "activations": hidden
+            + self._activations(self.shape.generation.prefill_chunk, SAMPLING),
+            "captured passes": self.captures * self._activations(0, CAPTURED),
+            "reserve": RESERVE,
         }
 
     def _small_caches(self) -> int:
@@ -105,15 +105,14 @@ class Demand:
             num_bytes += 3 * shape.num_rows * width * window * self.itemsize
         return num_bytes
 
-    def _activations(self) -> int:
-        """Estimated bytes of the activations of the largest pass."""
+    def _activations(self, num_read: int, bytes_per_logit: int) -> int:
+        """Estimated bytes of the activations of decoding, or of a pass over more tokens."""
         config = self.config
         num_tokens = self.shape.num_rows * self.shape.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
         row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
-        sampling = 40 * num_tokens * config.vocab_size  # logits, sorted, with running sums
-        num_read = max(self.shape.generation.prefill_chunk, num_tokens)
-        return num_read * row * self.itemsize + sampling
+        sampling = bytes_per_logit * num_tokens * config.vocab_size
+        return max(num_read, num_tokens) * row * self.itemsize + sampling
 
     def on_device(self, on_chip: int) -> int:
         """Bytes on the device in all, with the KV cache of `on_chip` layers there."""

@@ -3,10 +3,12 @@
 import functools
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps import plan
@@ -15,10 +17,11 @@ from minitri.core.memory import MemoryPool, Models, allocate, demand_of
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
 from minitri.core.roofline import Workload, num_weights, weights_per_pass
 from minitri.core.shape import MemoryShape
+from minitri.core.stack import Stack
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
-from tests.devices.gpu_twins.conftest import offloaded
+from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
@@ -64,6 +67,21 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
     assert parts["weights that only propose"] == parts["weights"] == num_weights(config) * 4
     assert parts["full KV cache"] + parts["staging buffers"] == on_device
     assert needs.on_host(1) == cache.host_LBSPKD.nbytes
+
+
+def test_captured_passes_are_counted(lengths_on_the_device):
+    """Passes over eight rows, by both rules; their pool keeps the largest activations, too."""
+    config = tiny_config(num_layers=1, vocab_size=1000)
+    model = as_on_a_gpu(tiny_model(config))
+    speculation = SpeculationConfig("triforce", gamma1=1, gamma2=3, num_recent_tokens=60)
+    warm = SamplingParams(0.9, 20, top_p=0.9, min_p=0.01)
+    shape = MemoryShape((60,) * 8, warm, GenerationConfig(20), speculation)
+    memory = allocate(Models(model, model, model), shape, graphs=CpuPool())
+    with torch.inference_mode(), profile(profile_memory=True) as profiled:
+        for coupled in (False, True):
+            Stack(memory, replace(shape, speculation=replace(speculation, coupled=coupled)))
+    most = max(accumulate(it.nbytes() for it in profiled.profiler.kineto_results.events()))
+    assert 0.7 < most / Demand(config, config, shape, 4).parts(1)["captured passes"] < 1
 
 
 SHAPE = MemoryShape((124928,), SamplingParams(), GenerationConfig(1), TRIFORCE)

@@ -78,8 +78,10 @@ def test_memory_that_cannot_be_locked_is_pinned_by_pytorch_or_is_one_line(
 
 
 def test_a_graph_is_captured_after_warm_ups_and_without_garbage_collection(cuda, monkeypatch):
+    """Other threads may use the GPU meanwhile, as another engine, which allocates memory."""
     clear, calls = Mock(), []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     replay, output = GraphPool(CUDA).record(lambda: calls.append(gc.isenabled()) or len(calls))
     assert (calls, output, gc.isenabled()) == ([True, True, False], 3, True)
     assert (replay, clear.call_count) == (cuda.CUDAGraph().replay, 2)
+    assert cuda.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
