@@ -48,6 +48,11 @@ class LevelStats:
         num_tested = self.num_tested_tokens
         return self.num_accepted_tokens / num_tested if num_tested else None
 
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per round with the level's own: 1 + accepted / rounds; None before the first."""
+        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
+
     def count(self, num_draft: int, num_accepted: int) -> int:
         """Counts a verdict about one row's guesses; returns how many of them were tested."""
         num_tested = min(num_accepted + 1, num_draft)
@@ -59,7 +64,8 @@ class LevelStats:
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
-        return counts | {"acceptance_rate": self.acceptance_rate}
+        rates = ("acceptance_rate", "mean_acceptance_length")
+        return counts | {name: getattr(self, name) for name in rates}
 
 
 @dataclass

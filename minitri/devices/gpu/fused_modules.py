@@ -8,6 +8,7 @@ loading, serve all blocks of a model: PyTorch compiles a function at most 8 time
 Legend: B batch, T tokens, M = B T, E hidden size, H heads, D head dim.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -71,7 +72,8 @@ class FusedLayers(Layers):
 
 def fuse_if_possible(model: Llama) -> Llama:
     """A copy of the model with compiled kernels, on a GPU where they work; else the model."""
-    if model.device.type != "cuda" or not model.config.is_plain:
+    is_off = os.environ.get("MINITRI_KERNELS") == "off" or not model.config.is_plain
+    if model.device.type != "cuda" or is_off:
         return model
     if problem := problem_with(lambda: check_kernels(model)):
         log.warning("compiled kernels are not used (%s); decoding is slower", problem)
