@@ -59,7 +59,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.snapshot_note = ""  # that of `save_kv`, in the file that `load_kv` has read
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, TreeLevel))
         self._memory: MemoryPool | None = pool
-        # The function refers to no engine, so that an engine that nobody needs is freed at once.
+        # For `agenerate`; refers to no engine, so that one that nobody needs is freed at once.
         self._worker = Worker(lambda shape: open_run(pool.fitting(shape), pool, tokenizer))
 
     def __repr__(self) -> str:
@@ -221,7 +221,7 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        # CUDA graphs have filters of one request, sampled if any is: greedy rows use any graph.
+        # CUDA graphs have one request's filters, a sampled one's if any: greedy rows use any.
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)

@@ -105,7 +105,7 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a GPU's fused kernels and a CPU's `draft_round` know all the model's options."""
+        """Whether fused GPU kernels, and CPU kernels that draft in one call, know all options."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
         return self.has_kernels and not (is_scaled or self.unrotated_layers)
 

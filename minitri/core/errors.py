@@ -9,7 +9,7 @@ MAX_COUNT = 2**31 - 1
 
 class InputError(ValueError):
     """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies, added at the end.
-    Programs print `budget=30`, `budget is 30` as flags, and drop ways whose setting has none."""
+    Programs show a setting, `budget=30`, as a flag, and leave out ways whose flag they lack."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

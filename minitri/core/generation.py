@@ -139,7 +139,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         while True:
             self._admit(stack)
             if not self._scheduler.admitted:
-                if not self._prepare:
+                if not self._prepare:  # no more requests can come
                     return
                 yield Idle()
             active = stack.cascade.active
@@ -208,7 +208,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
                 if state.finish_reason:  # tokens after a stop are never shown
                     break
-                self.stats.num_decoded_tokens += bool(state.tokens)  # the first: prefill
+                self.stats.num_decoded_tokens += bool(state.tokens)  # but the first
                 self.stats.num_generated_tokens += 1
                 yield state.push(token, origin, eos, *score)
             if state.finish_reason not in (None, "cancelled"):

@@ -239,8 +239,7 @@ class MemoryPool:
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # `Generation`s that use this pool
         self._kept: Memory | None = None
         self._latest: int | None = None
-        """`id` of the memory of the latest run, by which `put` knows it; a reference would keep it
-        from being freed."""
+        """`id` of the latest run's memory, for `put`; a reference would keep it in memory."""
 
     def acquire(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Kept or new memory; `prompts` decide if old texts are copied. Raises `InputError`."""
@@ -311,6 +310,6 @@ def fits(kept: Memory, new: MemoryShape) -> bool:
 
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
-    """Whether to copy texts of the `kept` memory to a larger cache, with both in memory at once."""
+    """Whether to copy kept texts to a larger cache: on a CPU, if a prompt shares enough of one."""
     is_cheap = kept.full.device.type != "cuda" and not kept.full.is_hosted
     return is_cheap and any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

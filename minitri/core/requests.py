@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields`: others, or those of `sampling` and `generation`. Raises `InputError`."""
+        """`fields`: our other fields, or new values in the two settings. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:

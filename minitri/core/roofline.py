@@ -68,7 +68,7 @@ def weights_per_pass(config: ModelConfig) -> int:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights. An embedding table that is the LM head counts once, the target's not."""
+    """Number of weights: a table that is also the LM head counts once, one lent by a target not."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 

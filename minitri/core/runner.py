@@ -80,7 +80,7 @@ class Passes:
     def verify(
         self, packed_4BT: Tensor, numbers_BN: Tensor, guesses: Guesses, *, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and distributions (B, N + 1, V) at N guesses; `rule`'s `Verdict.packed`."""
+        """Verifies guesses by random numbers: logits, probs (B, N + 1, V), verdicts (B, 3 + N)."""
         logits_BNV = self.head(self.forward(packed_4BT, guesses.tokens_BN))
         probs_BNV = self.probs(logits_BNV)
         return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
@@ -124,8 +124,8 @@ class ModelRunner:
         guesses: Proposal | None = None,
         source: RandomSource | None = None,
     ) -> Output:
-        """Reads what the cache lacks of `sequences`, and N guesses: distributions (B, N + 1, V).
-        Also verifies the guesses by `source` (`emitted_rows`) if a CUDA graph can do both."""
+        """Reads tokens that the cache lacks, and N guesses: distributions (B, N + 1, V) after the
+        last one and each guess; `emitted_rows` too, if a CUDA graph also verifies by `source`."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
@@ -265,7 +265,7 @@ class ModelRunner:
 
 
 class DraftRunner(ModelRunner):
-    """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
+    """A draft model that reads only a text's first and latest tokens, so prompts cost little."""
 
     cache: StreamingCache
 

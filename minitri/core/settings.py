@@ -71,11 +71,9 @@ class SamplingParams:
     frequency_penalty: float = between(0.0, -2.0, 2)
     """Subtract this from a token's logit for each time it occurs in the output; 0 is off."""
     logit_bias: Bias = ()
-    """Add a number from -100 to 100 to the logit of a token id, as in 42:-1.5; may be given several
-    times."""
+    """Add a number from -100 to 100 to the logit of a token id, as in 42:-1.5; may be repeated."""
     bad_words: Sequence[str] = ()
-    """Never write this word, with or without a space before it, as the tokenizer encodes it; may be
-    given several times."""
+    """Never write this word, with or without a space before it, as encoded; may be repeated."""
     min_tokens: int = between(0, 0)
     """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
     grammar: Any = None
@@ -197,8 +195,7 @@ class SpeculationConfig:
     gamma1: int | None = between(None, 1, MAX_GAMMA)
     """Tokens the drafter guesses at a time. Default: chosen before every step."""
     gamma2: int | None = between(None, 1, MAX_GAMMA)
-    """Tokens guessed with the retrieval cache before the full cache verifies them. Default: chosen
-    before every step."""
+    """Guesses with the retrieval cache before the full one verifies. Default: chosen every step."""
     budget: int | None = between(None, 1, math.inf)
     """Tokens in the retrieval cache, a multiple of the chunk size. Default: a quarter of the
     prompt, from 256 to 4096."""
@@ -207,7 +204,7 @@ class SpeculationConfig:
     num_sink_tokens: int = between(4, 0)
     """First tokens of the text, kept by every small cache."""
     num_recent_tokens: int = between(252, 1)
-    """Latest tokens, kept by the drafter's cache; at most a quarter of a retrieval cache."""
+    """Latest tokens that small caches keep; a retrieval cache, a quarter of it at most."""
     observation_window: int = between(16, 1, 1024)
     """Latest tokens whose queries select the chunks of the retrieval cache."""
     rebuild_stride: int = between(256, 1)
@@ -266,8 +263,8 @@ class SpeculationConfig:
 
     @cached_property
     def max_block(self) -> int:
-        """Most tokens per row in a pass of the target: the text's last one, and all guesses: up to
-        gamma2 - 1, and then the last round's, gamma1 (or a tree's) and the verifier's own token."""
+        """Most tokens per row in a pass of the target: the text's last, gamma2 - 1 guesses, and a
+        round more: the drafter's gamma1 guesses (or tree), and the retrieval level's own token."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property

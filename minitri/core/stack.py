@@ -145,7 +145,7 @@ class Stack:
         most, shared = generation.prefill_chunk, generation.shared_chunk
         if self._busy:
             return min(most, shared)
-        if self._is_open and not self.memory.full.is_hosted:  # else a chunk fetches all K and V
+        if self._is_open and not self.memory.full.is_hosted:  # hosted: a chunk fetches all K, V
             speed = self.stats.num_prefilled_tokens / (self.stats.prefill_seconds or 1)
             most = min(most, max(shared, 1 << max(int(speed).bit_length() - 1, 0)))
         return most

@@ -106,7 +106,7 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
         copy = quantized_copy(model)
         copy.lent_embedding = model.lent_embedding
         copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
-    lender = getattr(copy.lent_embedding, "__self__", copy)
+    lender = getattr(copy.lent_embedding, "__self__", copy)  # the target, by its bound `embed`
     are_plain = lender.config.is_plain and copy.config.is_plain
     if lender.execution.is_row_invariant and lender.dtype == copy.dtype and are_plain:
         copy.execution = replace(copy.execution, draft_round=DraftRound(copy, lender).guess)

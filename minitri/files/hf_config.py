@@ -109,7 +109,7 @@ def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
 
 
 def require(settings: Settings, supported: Settings, name: str) -> None:
-    """Raises `InputError` if a setting of `name` is there and is not as in `supported`."""
+    """Raises `InputError` about model `name` if a setting is there, but not as in `supported`."""
     for key, wanted in supported.items():
         value = settings.get(key)
         is_alike = isinstance(value, bool) == isinstance(wanted, bool)

@@ -76,10 +76,11 @@ class OpenModel:
         self._dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
         self.choice = replace(choice, dtype=str(self._dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
+            # By the table, as the config.json of some named models states another length.
             config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             config = stretch_rope(config, choice.rope_scaling)
-        self.tokenizer: Tokenizer | None = None  # None if it borrows its target's table
+        self.tokenizer: Tokenizer | None = None  # None: a drafter on its target's table
         if config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)

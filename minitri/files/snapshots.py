@@ -141,7 +141,7 @@ def begins_as_snapshot(file: BufferedReader) -> bool:
 
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
-    """Times of files' last change in ns (ctime): also of a replacement with the same mtime."""
+    """Times of files' last change in ns: ctime, as a replaced file may keep the old mtime."""
     return {file.absolute(): file.stat().st_ctime_ns for file in files}
 
 

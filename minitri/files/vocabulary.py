@@ -63,7 +63,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
 
 
 def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.model file; `space` as in `piece_pipeline`. Raises any error."""
+    """Tokenizer of tokenizer.model; `space` in front: "never", "first" of a text, or "always"."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # slow
 
     model = ModelProto.FromString(data)

@@ -54,7 +54,7 @@ def render(question: Any) -> str:
 
 
 def check_grammar(source: Any) -> str:
-    """Compiles a grammar by llguidance, for a vocabulary of bytes; returns its error, or ""."""
+    """Compiles a grammar in llguidance's own format, over bytes as tokens; its error, or ""."""
     from llguidance import LLMatcher, LLTokenizer
 
     text = re.sub(r"<\[[\d,^* -]*\]>", "<[256]>", source)  # tokens of a model's vocabulary

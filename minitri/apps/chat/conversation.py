@@ -112,7 +112,7 @@ class Conversation:
         return "\n".join(f"{name}: {len(ids)} of {size} tokens" for name, ids, size in parts)
 
     def cut(self, num_tokens: int) -> "Conversation":
-        """A copy with only those parts of documents in the first `num_tokens` of `beginning`."""
+        """A copy whose documents end where the first `num_tokens` ids of the conversation end."""
         num_tokens -= len(replace(self, documents=()).beginning)
         documents = []
         for name, ids, size in self.documents:

@@ -29,8 +29,8 @@ Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
 """By key: `flags` that are no fields; `short` names; `topics`; flags of `programs` by heading;
-their `defaults`; full `titles`; `exclusive` headings, one flag each; `arguments` of a program or
-heading; what a flag `needs`; flags `unused` by a method; `rare` ones, in --help-all alone."""
+their `defaults`; full `titles`; `exclusive` headings, for one flag only; more `arguments` of a
+program; what a flag `needs`; flags `unused` by a method; `rare` ones, in --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
@@ -61,8 +61,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", *own: type[Any], **settings: Any) -> None:
-        """Makes a parser for a `program` of help.txt, with its flags in flags.json: fields of
-        `SETTINGS` and of classes in `own`, then others. Without one, argparse's `settings`."""
+        """Makes the parser of a `program` in help.txt, its flags as in flags.json; `own` has more
+        classes whose fields are flags. Without a program, `settings` are argparse's arguments."""
         if program:
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
             settings = {
@@ -105,7 +105,7 @@ class OneLineParser(argparse.ArgumentParser):
         return group
 
     def in_flags(self, error: InputError) -> str:
-        """An error's message with settings spelled as flags, without remedies that have none."""
+        """An error's message with settings spelled as flags, less remedies that no flag has."""
         flags = {flag[2:].replace("-", "_"): flag for flag in self._option_string_actions}
 
         def spelled(match: re.Match[str]) -> str:

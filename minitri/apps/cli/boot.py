@@ -94,10 +94,10 @@ def start_run(
     with engine.stream(
         requests,
         batch_size=args.batch_size,
-        generation=taken(GenerationConfig, args),  # all but each Request's own
+        generation=taken(GenerationConfig, args),  # only fields of runs count here
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # from --load-kv: the run took any others
+        if held := engine.held_tokens:  # of --load-kv; the run has earlier texts
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run

@@ -39,7 +39,7 @@ def program(
             from minitri.devices.parallel.ranks import join
 
             os.getcwd()  # noqa: PTH109  # raises if the folder is gone, where PyTorch would abort
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # ignored at the end
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # no Ctrl-C at exit
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
             parser = build_parser()
@@ -76,7 +76,7 @@ def clean_exits() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
-    except SystemExit as end:  # the other processes of a run end with its code
+    except SystemExit as end:  # other ranks end with the first one's code
         raise _end(int(end.code)) if end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None

@@ -153,7 +153,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Chat messages from the input of a response; joins calls in a row. Raises `ValueError`."""
+    """Chat messages from `input` of /v1/responses; joins successive calls. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []

@@ -44,7 +44,7 @@ class PrefixCache:
 
     def _reusable(self, b: int, text: Tokens) -> Tokens:
         """The first tokens of row b's committed text whose K and V are held and may be reused."""
-        # The cache may hold guesses, too; the last token of the text is read with the next ones.
+        # The cache may hold guesses, too; the text's last token is read in the next pass.
         most = len(text) if self._reuses_generated else self._num_prompt[b]
         return text[: min(self._full.lengths[b], most - 1)]
 
@@ -78,7 +78,7 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_row(self, free_rows: list[int], prompt: Tokens, owner: str) -> int:
-        """The free row whose ended text has most tokens that the prompt shares, less those lost."""
+        """Free row with most tokens shared with the prompt, less those of its text then lost."""
         rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 

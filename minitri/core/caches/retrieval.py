@@ -125,7 +125,7 @@ class RetrievalCache(Cache):
             self._copy_window(b)
             M = self._settings.chunk_size
             num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
-            self.rows[b] = RetrievedRow(row.budget, 0, num_whole, known)
+            self.rows[b] = RetrievedRow(row.budget, 0, num_committed=num_whole, built_at=known)
             # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
@@ -157,7 +157,7 @@ class RetrievalCache(Cache):
         """Whether to rebuild the row, from the first `num_tokens` tokens of the text."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        is_used = row.num_committed > row.built_at  # never built, or used since its build
+        is_used = row.num_committed > row.built_at  # never built, or in a step since
         is_needed = self.is_wanted and is_used and num_tokens > row.budget
         return is_needed and (is_old or is_worn)
 

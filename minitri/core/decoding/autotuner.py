@@ -16,9 +16,9 @@ FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor by which older tested guesses weigh less, for each verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
-EXPLORATION = 1.005  # bonus factor of a plan per step, after PATIENCE, without one of its stages
+EXPLORATION = 1.005  # a plan's bonus factor per step, after PATIENCE, that a stage of it idles
 WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `MOST_RECENT`
-CAUTION = 2  # factor by which the seconds that a drafter takes to catch up count
+CAUTION = 2  # the predicted seconds that a drafter takes to catch up count this many times
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens that a row may still get, on average
 
     def choose(self) -> StepPlan:
-        """The plan of the next step, by predicted speed. Before the first that uses the retrieval
-        cache, if some do not, comes `plans[0]` once: its pass of the target fills the cache."""
+        """The plan of the next step, by predicted speed. If some plans do without the retrieval
+        cache, `plans[0]` comes once before the first that uses it: its pass fills the cache."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
@@ -105,7 +105,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens per second: more if a stage was long unused, less by its `setup`."""
+        """Predicted tokens per second: more for idle stages, less for the seconds of `setup`."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)

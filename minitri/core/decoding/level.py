@@ -22,7 +22,7 @@ class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, name: str, meter: Meter) -> None:
-        """Counts go to the statistics of `meter`, the lowest stage's first: make that one first."""
+        """Adds counts of this stage to the list `meter.stats.stages`: make the lowest first."""
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)

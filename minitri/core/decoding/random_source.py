@@ -42,12 +42,12 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Uniforms (float64) or keys of noise (int64), (B, N + 1) on the host: N tests and a token.
+        """Uniforms (float64) or keys of noise (int64), (B, N + 1): for N tests and the next token.
         Row b has `counts[b]` guesses, from position `starts[b]` on; inactive rows draw none."""
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """Samples one token (B,) per row, for position `starts[b]`, without a host sync."""
+        """Samples the token (B,) at position `starts[b]` of each row's text, with no host sync."""
         numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
         return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 

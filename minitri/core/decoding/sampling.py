@@ -70,7 +70,7 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """Distributions (N, V). `numbers`: temperature > 0, top-p, log min-p. `sort_all`: no sync."""
+    """Distributions (N, V) by temperature > 0, top-p, log min-p; `sort_all` spares a host sync."""
     top_k, has_top_p, has_min_p = sampling.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
@@ -117,7 +117,7 @@ def running_sums(numbers: Tensor) -> Tensor:
 
 
 def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
-    """Cumulative sums of the last dimension, float64: of `part` numbers each, plus those before."""
+    """Cumulative sums of the last dimension, float64: in parts of `part`, plus all parts before."""
     V = numbers.shape[-1]
     parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
     sums = parts.cumsum(-1, dtype=torch.float64)

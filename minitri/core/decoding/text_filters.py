@@ -137,7 +137,7 @@ class TextFilters:
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """A copy of logits by B filters; `paths[b][n]`: tokens before place n that they lack."""
+    """A copy of logits after filters; `paths[b][n]`: tokens before n that row b's did not count."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
         if row_filters and row:
@@ -152,8 +152,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and output n of its block, the tokens before it that the row's filters lack:
-    the last are `block[:n]`, in a tree those at `above[n]`. Inactive or unfiltered rows get []."""
+    """For each row and output n of its block, tokens before it that its filters did not count:
+    new ones of its sequence, then `block[:n]`, in a tree at `above[n]`; [] without filters."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

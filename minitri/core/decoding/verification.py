@@ -190,9 +190,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
         return _sample_next(p_BNV, uniforms_BN, guesses, guesses.counts_B)
     ratios_BN = guesses.token_probs_BN(p_BNV).double() / guesses.token_probs_BN(q_BNV).double()
     logs_BN = ratios_BN.log().cumsum(1)
-    w_BN = (
-        logs_BN - logs_BN.cummax(1).values.clamp_min(0)
-    ).exp()  # running products, each at most 1
+    w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # logs: L_i - max(0, L_1 .. L_i)
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(p_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:])
     S_BN = F.pad(left_BNV.clamp_min_(0).sum(2, dtype=torch.float64), (0, 1))

@@ -71,8 +71,8 @@ class Window:
     def __init__(
         self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
-        """Makes windows of `size` tokens, from the block and at most `reach` tokens before it.
-        `slots_BN`: slots, of `num_slots`, of all tokens that the block sees, its own last."""
+        """Windows of `size` tokens up to each query; at most `reach` tokens precede the block.
+        `slots_BN`: slots (of `num_slots`) of those tokens and, at its end, of the block's own."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text

@@ -58,7 +58,7 @@ class Cache:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each row's text that were read, in a slot or not."""
+        """Number of tokens of each row's text that were read or skipped, still cached or not."""
         return [row.num_slots + row.num_left_out for row in self._filled]
 
     @property

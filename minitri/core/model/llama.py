@@ -36,7 +36,7 @@ class Block:
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
-        """Each row's cached length (B,) on the device, its first slot; None without `slots_BT`."""
+        """First slot (B,) of each row's block: how many precede it. None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
 

@@ -184,8 +184,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """The first tokens of one row of an offloaded cache, while a prompt is read layer by layer:
-    a layer reads all chunks, whose K and V stay in its buffer, before the next layer begins."""
+    """One row of an offloaded cache while its prompt is read layer by layer: each layer reads all
+    chunks of the prompt, whose K and V stay in its staging buffer, before the next layer begins."""
 
     is_hosted = True
 

@@ -52,7 +52,7 @@ class Tiles:
         return len(self.units)
 
     def __getitem__(self, index: Any) -> Any:
-        """A view in tiles if the index ends before axis S; else a copy of the slots as a tensor."""
+        """A view in tiles if no slots (axis -2) are indexed; else a copy of them as a tensor."""
         rows, slots = self._split(index)
         if slots is None:
             return Tiles(self.units[rows], self.dtype)

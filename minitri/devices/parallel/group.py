@@ -90,7 +90,7 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """Exit code of the rank that ended first, and whether this rank is to print the reason."""
+    """Takes this rank's exit code; returns that of the first to end, and if this one says why."""
     rank = os.environ.get("RANK", "0")
     if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()

@@ -38,7 +38,7 @@ class SplitLlama(Llama):
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
     def add_up(self) -> None:
-        """Wraps linear layers over a share of their inputs in `Summed`; called after loading."""
+        """Makes o_proj and down_proj sum their outputs over all ranks; called after loading."""
         for name, layer in list(self.named_modules()):
             if name.endswith(COLUMNS):
                 self.set_submodule(name, Summed(layer, self.ranks))

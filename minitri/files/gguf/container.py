@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
 
 
 def _numbers(pages: mmap.mmap, kind: str, count: int) -> np.ndarray:
-    """The next `count` numbers of a mapped file, as a view of it. Raises `ValueError` for fewer."""
+    """View of a file's next `count` numbers of NumPy type `kind`. Raises `ValueError` for fewer."""
     view = np.frombuffer(pages, kind, count, pages.tell())
     pages.seek(view.nbytes, os.SEEK_CUR)
     return view

@@ -34,7 +34,7 @@ class Body(pydantic.BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unasked(cls, given: Any) -> Any:
-        """Leaves out fields whose value asks for nothing, before they are checked."""
+        """Leaves out nulls, and fields that fields.json ignores or with values neutral there."""
         if not isinstance(given, dict):
             return given
         return {

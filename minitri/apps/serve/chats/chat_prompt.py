@@ -82,7 +82,7 @@ class ChatPrompt:
             raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
-        """A parser of the answer, which has read a final message that the answer continues."""
+        """A parser that has read the prompt's last message, if the answer is to continue it."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
