@@ -82,7 +82,7 @@ struct Task {
     // Later tiles of a long block see more, so they come first: nobody waits for them.
     int64_t first = (plan.num_tiles - 1 - group % plan.num_tiles) * plan.tile_rows;
     int64_t R = std::min(a.T * plan.G - first, plan.tile_rows);
-    int64_t seen = a.lengths[b] + (a.mask ? a.T : token(R - 1) + 1);  // slots by any row
+    int64_t seen = a.lengths[b] + (a.mask ? a.T : token(R - 1) + 1);  // slots that a row sees
     int64_t end = plan.num_pieces > 1 ? std::min(seen, begin + PIECE) : seen;
 
     int64_t token(int64_t r) const { return (first + r) / plan.G; }

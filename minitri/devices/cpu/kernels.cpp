@@ -107,12 +107,15 @@ void rotate_and_write(const PassArguments& p, int64_t i, T* qkv, T* queries) {
             T *keys = static_cast<T*>(p.keys) + at, *values = static_cast<T*>(p.values) + at;
             T rotated[MAX_WIDTH];
             rotate_head(key, cos, sin, rotated, D);
-            for (int64_t d = 0; d < D; ++d) {
-                const int64_t plain = slot * p.kv_slot + d;
-                keys[p.is_tiled ? place_in_tiles(slot, d, D, PANEL, Op::STEP) : plain] = rotated[d];
-                values[p.is_tiled ? place_in_tiles(slot, d, D, Op::STEP, 1) : plain] = value[d];
-                if (p.raw_keys) static_cast<T*>(p.raw_keys)[at + plain] = key[d];
+            for (int64_t d = 0; p.is_tiled && d < D; ++d) {
+                keys[place_in_tiles(slot, d, D, PANEL, Op::STEP)] = rotated[d];
+                values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
             }
+            if (p.is_tiled) continue;
+            std::copy(rotated, rotated + D, keys + slot * p.kv_slot);
+            std::copy(value, value + D, values + slot * p.kv_slot);
+            T* raw_keys = static_cast<T*>(p.raw_keys) + at;
+            if (p.raw_keys) std::copy(key, key + D, raw_keys + slot * p.kv_slot);
         }
     }
 }

@@ -50,8 +50,11 @@ template <class T> struct Widened {
         for (int s = 0; s < BLOCK; s += LANES) {
             for (int d = 0; d < D; d += LANES) {
                 Vec square[LANES];
-                for (int i = 0; i < LANES; ++i)
-                    square[i] = s + i < n ? some(rows + (s + i) * stride + d, D - d) : Vec{};
+                for (int i = 0; i < LANES; ++i) {
+                    const T* row = rows + (s + i) * stride + d;
+                    __builtin_prefetch(row + BLOCK * stride);
+                    square[i] = s + i < n ? some(row, D - d) : Vec{};
+                }
                 transpose_square(square);
                 for (int i = 0; i < std::min(LANES, D - d); ++i)
                     store(to + (d + i) * BLOCK + s, square[i]);

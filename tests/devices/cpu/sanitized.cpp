@@ -112,7 +112,7 @@ std::vector<T> results(int dtype, int threads) {
         PassArguments p{{nullptr, keys.data(), values.data(), nullptr, lengths.data(), nullptr, B, T_, H, K, D,
                          K * S * D, S * D, D, is_tiled},
                         layers.data(), x.data(), cos.data(), sin.data(), is_tiled ? nullptr : raw.data(), queries.data(),
-                        nullptr, L, W, E, B * K * S * D, B * W * H * D, 1e-6, 1.0};
+                        L, W, E, B * K * S * D, B * W * H * D, 1e-6, 1.0};
         ok(minitri_pass(dtype, 0, threads, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
@@ -137,7 +137,7 @@ std::vector<T> results(int dtype, int threads) {
         PassArguments p{{nullptr, old_keys.data(), old_values.data(), nullptr, starts.data(), nullptr, B, T_, H, K, D,
                          K * slots * D, slots * D, D, 0},
                         layers.data(), x.data(), nullptr, nullptr, old_raw.data(), nullptr,
-                        nullptr, L, 0, E, B * K * slots * D, 0, 1e-6, 1.0};
+                        L, 0, E, B * K * slots * D, 0, 1e-6, 1.0};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
                          norm.data(), {table.data(), nullptr, 100, E, 16}, {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
