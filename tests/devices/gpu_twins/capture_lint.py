@@ -16,8 +16,7 @@ from tests.devices.gpu_twins.conftest import CpuPool
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 SIZED_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount"}
-HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
-"""What `torch.tensor` and the like are made of."""
+HOST_DATA = {"lift_fresh", "lift_fresh_copy"}  # by `torch.tensor` and the like
 ASKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}
 """What asks for all numbers of a tensor, on a CPU without an operation that is dispatched."""
 MAKERS = {torch.arange, torch.empty, torch.eye, torch.full, torch.ones, torch.zeros}
@@ -44,7 +43,6 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: set[int] = set()
         self.outside: set[int] = set()
         self.storages: dict[int, StorageWeakRef] = {}
 
@@ -61,12 +59,11 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in function.tags and not is_attention:
             raise CaptureError(f"{name}: random numbers that are no input")
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.made:
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.storages:
                 self.outside.add(address(tensor))
         result = function(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and address(tensor) not in self.outside:
-                self.made.add(address(tensor))
                 self.storages[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
+from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.errors import InputError
 from minitri.core.graphs import GraphPool
 from minitri.core.settings import SamplingParams, StepPlan
@@ -78,6 +79,17 @@ def test_a_round_is_one_replay_and_captured_once_for_all_runs(lengths_on_the_dev
     counts = pool.num_runs, pool.num_graphs
     Stack(rig.memory, rig.session.shape)
     assert (pool.num_runs, pool.num_graphs) == counts
+
+
+def test_a_pass_over_rows_with_text_filters_is_a_replay_too(lengths_on_the_device):
+    """Their logits are filtered outside; distributions and a verdict are replays of their own."""
+    pool, target = LintedPool(), as_on_a_gpu(tiny_model(CONFIG))
+    rig = Rig(target, PROMPTS[:1], method="autoregressive", sampling=WARM, graphs=pool)
+    rig.start()
+    rig.runners["target"].text_filters[0] = TextFilters(WARM, PROMPTS[0], CONFIG.vocab_size)
+    before = pool.num_runs
+    rig.step()
+    assert pool.num_runs == before + 3
 
 
 ADDED = Path(__file__).with_name("forbidden_in_graphs.txt").read_text("utf-8").splitlines()
