@@ -1,11 +1,11 @@
 """The engine: models and a tokenizer, which turn prompts into a stream of typed events."""
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from os import PathLike, fsdecode
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,17 +251,17 @@ class Engine(AbstractContextManager["Engine"]):
         """Token ids of the longest text kept from the last run, or else of `load_kv`'s file."""
         return list(self._pool.held.tokens) if self._pool.held else []
 
-    def save_kv(self, path: str | bytes | os.PathLike[str], note: str = "") -> int:
+    def save_kv(self, path: str | bytes | PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens`, and a note, to a file; returns the number of tokens."""
         with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
-            return write_snapshot(Path(os.fsdecode(path)), held, self.model, note)
+            return write_snapshot(Path(fsdecode(path)), held, self.model, note)
 
-    def load_kv(self, path: str | bytes | os.PathLike[str]) -> int:
+    def load_kv(self, path: str | bytes | PathLike[str]) -> int:
         """Reads a file that `save_kv` wrote; prompts that begin like its text reuse its K and V
         until `release`. Returns its number of tokens. Raises `InputError` for any other file."""
-        held, self.snapshot_note = read_snapshot(Path(os.fsdecode(path)), self.model)
+        held, self.snapshot_note = read_snapshot(Path(fsdecode(path)), self.model)
         self._pool.snapshot = held
         return len(held.tokens)
 

@@ -10,8 +10,8 @@ if __name__ == "__main__":  # `main` imports this file anew, guarding Ctrl-C, an
 
     command.main(["generate", *sys.argv[1:]])
 
-import argparse
 import json
+from argparse import Namespace
 
 import minitri
 from minitri import End, GenerationConfig, InputError, Request
@@ -33,7 +33,7 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_command(args: Namespace) -> int:
     """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
@@ -49,7 +49,7 @@ def run_command(args: argparse.Namespace) -> int:
         return several(run, args) if args.n > 1 else one(run, args, engine)
 
 
-def several(run: "minitri.Generation", args: argparse.Namespace) -> int:
+def several(run: "minitri.Generation", args: Namespace) -> int:
     """Prints the --n texts after one prompt, each when it has ended; returns the exit code, 0."""
     for end in (event for event in run if isinstance(event, End)):
         log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
@@ -58,7 +58,7 @@ def several(run: "minitri.Generation", args: argparse.Namespace) -> int:
     return 0
 
 
-def one(run: "minitri.Generation", args: argparse.Namespace, engine: "minitri.Engine") -> int:
+def one(run: "minitri.Generation", args: Namespace, engine: "minitri.Engine") -> int:
     """Prints the run's only text as it grows, or its --json report; returns 0, 130 if stopped."""
     if args.color and not args.json:
         log.info(LEGEND)

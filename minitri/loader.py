@@ -1,7 +1,7 @@
 """The loader: finds or fetches the files of models, checks and reads them, makes an engine."""
 
-import os
 from dataclasses import replace
+from os import PathLike, fsdecode
 from typing import Any
 
 from minitri.core.drafters.plugin import Drafter
@@ -14,9 +14,9 @@ from minitri.files.open_models import OpenModel, open_drafter
 
 
 def load(
-    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    model: str | PathLike[str] = DEFAULT_MODEL,
     *,
-    draft: str | os.PathLike[str] = "auto",
+    draft: str | PathLike[str] = "auto",
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
@@ -41,8 +41,8 @@ def load(
     kernels run a draft model in 4 bits, except for `same`. `progress` draws bars. All processes of
     torchrun make the same calls. Raises `InputError`."""
     return OpenEngine(
-        model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
-        draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,
+        model=fsdecode(model) if isinstance(model, PathLike) else model,
+        draft=fsdecode(draft) if isinstance(draft, PathLike) else draft,
         dtype=dtype,
         device=device,
         attention=attention,

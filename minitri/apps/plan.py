@@ -5,10 +5,10 @@ them at boot, and milliseconds per token, as the autotuner predicts them. GPUs b
 hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s.
 """
 
-import dataclasses
 import functools
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,16 +108,16 @@ def run_command(args: Namespace) -> None:
         print(TABLE)
         return
     site = site_of(args)
-    needs = dataclasses.replace(demand_of(args), captures=site.machine is not CPU)
+    needs = replace(demand_of(args), captures=site.machine is not CPU)
     form = args.dtype
     room = site.gib * GIB - CONTEXT
     if site.machine is not CPU:
         if args.draft_weights == "auto":
             bits = default_copy_bits(needs.config, room - needs.num_weight_bytes)
-            needs = dataclasses.replace(needs, copy_bits=bits)
+            needs = replace(needs, copy_bits=bits)
     elif has_kernels() and (found := on_disk(args.model)) and found.path.suffix == ".gguf":
         form += ", weights quantized as in the file"
-        needs = dataclasses.replace(needs, weight_bytes=found.path.stat().st_size)
+        needs = replace(needs, weight_bytes=found.path.stat().st_size)
     host_bytes = args.host_memory * GIB / args.gpus
     best = choose_on_chip(needs, room, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}

@@ -78,7 +78,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
     names = read_table("tensor")
     if model.config.tie_word_embeddings:
         names["lm_head.weight"] = names["embed_tokens.weight"]
-    places: dict[str, Tensor] = {}
+    places = {}
     for path, tensor in model.state_dict().items():
         name = f"model.{path}" if path.startswith("layers.") else names.get(path, path)
         for part, rows in unfused(name, tensor, model.config):

@@ -53,7 +53,7 @@ class KVStore:
     def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
         paths = self._paths(tokens, owner)
         num_held = held.num_shared(tokens, owner)
-        blocks = list[FullCache]()
+        blocks = []
         with self._warning():
             if any(map(os.path.lexists, paths[num_held // BLOCK :][:1])):
                 for path in paths:

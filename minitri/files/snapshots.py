@@ -21,7 +21,6 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.errors import InputError, explain, shorten
@@ -110,7 +109,7 @@ def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str = "") ->
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
                 tokens = torch.tensor(source.tokens, dtype=torch.int32)
                 for values in itertools.chain([tokens], pairs):
-                    data = as_bytes(values)
+                    data = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                     file.write(data)
                     total = crc32(data, total)
                 file.write(total.to_bytes(8, "little"))
@@ -161,8 +160,3 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
         return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint
-
-
-def as_bytes(values: Tensor) -> memoryview:
-    """The bytes of a tensor in memory."""
-    return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

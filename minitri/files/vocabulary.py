@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
@@ -53,7 +53,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     vocab = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     pipeline = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WITH_BOS))
-    words = [pre_tokenizers.Split(tokenizers.Regex(cut), "isolated") for cut in _CUTS[pre]]
+    words = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUTS[pre]]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence([*words, letters])
     pipeline.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        ends, runs = map(tokenizers.Regex, (r"\A +| +\z", " +"))
+        ends, runs = map(Regex, (r"\A +| +\z", " +"))
         steps += [normalizers.Replace(ends, ""), normalizers.Replace(runs, " ")]
     space = space if spec.add_dummy_prefix else "never"
     pipeline = piece_pipeline(pieces, space, *steps, is_unigram=kind == 1)
@@ -117,7 +117,7 @@ def piece_pipeline(
     pipeline.normalizer = normalizers.Sequence([*steps, *front, normalizers.Replace(" ", "▁")])
     first = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     texts = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
-    alone = pre_tokenizers.Split(tokenizers.Regex(texts), "isolated")
+    alone = pre_tokenizers.Split(Regex(texts), "isolated")
     cuts = [first] * (space == "first") + [alone] * bool(whole)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     spelling: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -6,9 +6,9 @@ advanced along guesses and rolled back when they are rejected.
 Legend: V vocab.
 """
 
-import functools
 import json
 import re
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -83,7 +83,7 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
     return start.deep_copy()
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(4)
 def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A vocabulary for llguidance. Raises `InputError` if the library or an end token is absent."""
     if not config.eos_token_ids:
@@ -146,11 +146,11 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 
 
 # Two caches: 32 short grammars take as much memory as 4 long ones, which do not evict them.
-compile_short = functools.lru_cache(maxsize=32)(compile_grammar)
-compile_long = functools.lru_cache(maxsize=4)(compile_grammar)
+compile_short = lru_cache(32)(compile_grammar)
+compile_long = lru_cache(4)(compile_grammar)
 
 
-@functools.lru_cache(maxsize=32)
+@lru_cache(32)
 def probe(source: str) -> str:
     """Compiles a grammar in a process within limits; returns what is wrong with it, or ""."""
     try:

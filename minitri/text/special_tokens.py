@@ -64,7 +64,7 @@ def add_tokens(
             raise TypeError(f"{kind}_special_tokens is the text {shorten(values, 60)}, not a list")
         texts += filter(None, map(_text, values))
     kept = {*control_tokens(pipeline), *named.values()}  # control tokens, whatever flags say
-    tokens: dict[int, tokenizers.AddedToken] = {}
+    tokens = {}
     declared = settings.get("added_tokens_decoder", {})
     for number, value in sorted((int(key), value) for key, value in declared.items()):
         plain = {"content": value, "special": value in texts}  # of added_tokens.json

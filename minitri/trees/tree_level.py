@@ -49,7 +49,7 @@ class TreeProposal(Proposal):
 def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
     """Draws a token for each of `uniforms` in [0, 1), without replacement; MISSING if none left."""
     left_V = probs_V.clone()
-    tokens = list[int]()
+    tokens = []
     for uniform in uniforms.to(probs_V.device):
         token = int(sample(left_V, uniform))
         tokens.append(token if left_V[token] > 0 else MISSING)
@@ -71,7 +71,7 @@ def walk(
     """The accepted nodes of row b after the root, and the token that follows them.
     `probs_NV` are the verifier's distributions after all nodes; `uniforms` in [0, 1) are for the
     test of each node, the root's for the last token."""
-    path = list[int]()
+    path = []
     node = 0
     while True:
         rest_V = probs_NV[node]
@@ -118,7 +118,7 @@ class TreeLevel(Level):
         if not shape or self.below:
             return super().propose(sequences, active)
         nodes = [[0, *[MISSING] * (len(shape) - 1)] for _ in sequences]
-        probs = list[Tensor]()
+        probs = []
         for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
             with self.timed_round(max(end - 2, 0)):
@@ -183,7 +183,7 @@ class TreeLevel(Level):
         sums_B = output.probs_BNV.sum((1, 2)) + proposal.probs_BNV.sum((1, 2))
         are_finite = sums_B.isfinite().tolist()
         paths = Rows()
-        emitted = list[Emitted]()
+        emitted = []
         for b, block in enumerate(blocks):
             path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b] and are_finite[b]:

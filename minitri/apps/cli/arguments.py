@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -129,7 +130,7 @@ class OneLineParser(argparse.ArgumentParser):
                 way = f"did you mean {flag}?"
         raise InputError(f"{shorten(message, 400)}; {way}")
 
-    def check(self, args: argparse.Namespace) -> None:
+    def check(self, args: Namespace) -> None:
         """Raises `InputError` for a flag that lacks another, or has a bad value.
         Warns of a flag without effect."""
         known = self._option_string_actions
@@ -180,7 +181,7 @@ def arguments_of(row: dict[str, Any]) -> dict[str, Any]:
 class GrammarFlag(argparse.Action):
     """Stores a flag's value, or its file's text, as a `Grammar` of the kind that is its `const`."""
 
-    def __call__(self, _: object, args: argparse.Namespace, value: Any, *__: object) -> None:
+    def __call__(self, _: object, args: Namespace, value: Any, *__: object) -> None:
         kind = self.const
         if kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
             value = read_text(value, self.option_strings[0])
@@ -214,14 +215,14 @@ def field_texts(settings: type) -> dict[str, str]:
 
 
 def taken(
-    settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
+    settings: type[Settings], args: Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
     """Settings of a class, or else `base`, changed by flags and `others`. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 
 
-def model_of(args: argparse.Namespace) -> dict[str, Any]:
+def model_of(args: Namespace) -> dict[str, Any]:
     """Keyword arguments of `minitri.load`, taken from the flags."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
     unused = UNUSED.get(vars(args).get("method", ""), ())
@@ -232,7 +233,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def speculation_of(args: argparse.Namespace, temperature: float = 0) -> SpeculationConfig:
+def speculation_of(args: Namespace, temperature: float = 0) -> SpeculationConfig:
     """Speculation settings by the flags. Raises `InputError`.
     Greedy texts without --seed always let the autotuner use measured times."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

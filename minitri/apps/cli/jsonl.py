@@ -115,7 +115,7 @@ def answers(
     engine = engine or boot.load_engine(args)[0]
     generation = arguments.taken(GenerationConfig, args)
     sampling, seed = boot.sampling_of(args, engine, f"{len(lines)} prompts")
-    heads: list[Json] = []
+    heads = []
     requests = []
     for line in lines:
         head = {"id": line.id, "line": line.number}

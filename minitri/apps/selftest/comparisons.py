@@ -136,7 +136,7 @@ def run_test(
         for number, prompt in enumerate(prompts)
     ]
     run = engine.stream(requests, batch_size=BATCH_SIZE, speculation=speculation)
-    tests: defaultdict[str, Martingale] = defaultdict(Martingale)
+    tests = defaultdict[str, Martingale](Martingale)
     draft = engine.models.draft
     for prompt, end in zip(prompts, run.results(), strict=True):
         new = [*end.token_ids]

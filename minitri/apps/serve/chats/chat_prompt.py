@@ -90,8 +90,8 @@ class ChatPrompt:
 
 def read_turns(messages: Sequence[Message]) -> list[Json]:
     """Converts a request's messages to the form that chat templates take."""
-    turns: list[Json] = []
-    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    turns = []
+    names = {}  # of functions, by the ids of their calls
     for message in messages:
         given = message.model_dump(exclude={"name"}).items()
         turn = {key: value for key, value in given if value or key in ("role", "content")}
@@ -123,7 +123,7 @@ def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
     """JSON Schemas of functions' arguments; for one too hard any object, if strict `InputError`."""
     from llguidance import LLMatcher
 
-    schemas: dict[str, str] = {}
+    schemas = {}
     for name, function in functions.items():
         schema = json.dumps(function.parameters | {"type": "object"})
         try:
