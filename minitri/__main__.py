@@ -10,8 +10,7 @@ from minitri import __version__
 from minitri.apps.cli.exits import clean_exits
 from minitri.core.errors import InputError
 
-HELP_FILE = f"{os.path.dirname(__file__)}/apps/help.txt"  # noqa: PTH120
-with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
+with open(f"{os.path.dirname(__file__)}/apps/help.txt", encoding="utf-8") as file:  # noqa: PTH120, PTH123
     HELP = file.read().partition("\nminitri ")[0]
 PROGRAMS = {  # name of a program: its module in minitri, which has a `main`
     "generate": "generate",

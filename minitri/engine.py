@@ -144,8 +144,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Natural log-probabilities of a text's N tokens but the first, by logits without filters:
         (N - 1,), float32 on the CPU. Raises `InputError`, also where memory has no room for K and V
         of the text next to the KV caches that the engine keeps; `release` frees these."""
-        end = self.scoring(text).result()
-        return torch.tensor([logprob for logprob, _ in end.prompt_scores])
+        return torch.tensor([logprob for logprob, _ in self.scoring(text).result().prompt_scores])
 
     def scoring(self, text: Prompt) -> Generation:
         """Starts a run that scores a text, see `score`: its `End` has the `prompt_scores`."""
@@ -203,8 +202,7 @@ class Engine(AbstractContextManager["Engine"]):
             if settings.get("grammar") is not None:
                 raise InputError("json_schema and grammar are both given; leave one of them out")
             settings["grammar"] = Grammar("json_schema", json_schema)
-        sampling = self.sampling_defaults if sampling is None else sampling
-        return settings_of(sampling, **settings)
+        return settings_of(self.sampling_defaults if sampling is None else sampling, **settings)
 
     def _run(
         self,
@@ -225,7 +223,7 @@ class Engine(AbstractContextManager["Engine"]):
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
-        if batch_size is not None:
+        if batch_size:
             shape = self._pool.fitting(shape)
         return Generation(states, shape, self._pool)
 
@@ -254,7 +252,7 @@ class Engine(AbstractContextManager["Engine"]):
     def save_kv(self, path: str | bytes | PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens`, and a note, to a file; returns the number of tokens."""
         with computing(self.models):
-            if (held := self._pool.held) is None:
+            if not (held := self._pool.held):
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
             return write_snapshot(Path(fsdecode(path)), held, self.model, note)
 

@@ -29,7 +29,7 @@ class Job:
         self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events = asyncio.Queue[Event | Exception]()
 
     def put(self, event: Event | Exception) -> None:
         """Queues an event for the caller; may be called by any thread."""
@@ -62,7 +62,7 @@ class Worker:
         self._open = open_run
         self._run = run
         self._kind: Any = None
-        self._waiting: deque[Job] = deque()
+        self._waiting = deque[Job]()
         self._jobs: dict[int, Job] = {}  # by the numbers of their requests in the run
         self._num_quiet = 0  # ticks since the last event
         self._is_closed = False

@@ -83,7 +83,7 @@ def demand_of(args: Namespace) -> Demand:
 def site_of(args: Namespace) -> Site:
     """The device to plan for: by flags, or this machine's GPU, or CPU (then host_memory is 0)."""
     if args.gpu is not None:
-        if (site := SITES.get(args.gpu.lower())) is None:
+        if not (site := SITES.get(args.gpu.lower())):
             raise InputError(f"there is no --gpu {shorten(args.gpu, 60)}; see --gpu list")
         return site._replace(gib=args.gpu_memory or site.gib)
     gib = args.gpu_memory

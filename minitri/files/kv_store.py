@@ -7,12 +7,12 @@ who can write to the folder is trusted.
 Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
 """
 
-import contextlib
 import hashlib
 import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -42,9 +42,10 @@ class KVStore:
         self._model = model
         libraries = ("ONEDNN_", "DNNL_", "MKL_")  # their settings may change the bits
         settings = sorted(pair for pair in os.environ.items() if pair[0].startswith(libraries))
-        computed_by = model.execution.computed_by  # which decides last bits
-        # Hashed into the name of every block.
-        self._root = f"{manifest_of(model)} {computed_by} {torch.__version__} {settings}"
+        # Hashed into the name of every block; `computed_by` decides last bits.
+        self._root = (
+            f"{manifest_of(model)} {model.execution.computed_by} {torch.__version__} {settings}"
+        )
         self._block_bytes = BLOCK * model.config.kv_values_per_token * model.dtype.itemsize
         self._waiting: list[Future[None]] = []  # blocks to be written
         self._last_reason = ""
@@ -68,7 +69,7 @@ class KVStore:
         """Queues the blocks of a text that the store lacks; another thread writes them."""
         paths = self._paths(source.tokens, source.owner)
         for path in reversed(paths):  # the first block becomes the newest
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.utime(path, follow_symlinks=False)
         for i, path in enumerate(paths):
             self._waiting = [job for job in self._waiting if not job.done()]
@@ -78,7 +79,7 @@ class KVStore:
                     pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
                     keys, values = (slots.to("cpu", copy=True)[:, None] for slots in pair)
                     block = HeldRow(FullCache(keys, values), 0, source.tokens[i * BLOCK :][:BLOCK])
-                    with contextlib.suppress(RuntimeError):  # the store is closed
+                    with suppress(RuntimeError):  # the store is closed
                         self._waiting.append(self.writer.submit(self._write, path, block))
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class KVStore:
                 for file in oldest[: 1 + len(ours) // 8]:
                     file.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _warning(self) -> Iterator[None]:
         """Context that logs errors, repeated ones once, missing files never, and raises none."""
         try:

@@ -49,10 +49,10 @@ from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 class WeightPlan(NamedTuple):
     """Forms of a model's weights in memory, decided once before they are read."""
 
-    keeps_quantized: bool  # whether the target's matrices stay quantized as in a GGUF file
     retrieval_weights: str
     """Weights that guess with the retrieval cache: `native`, quantized as in the GGUF file, or a
     value of --draft-weights."""
+    keeps_quantized: bool  # whether the target's matrices stay quantized as in a GGUF file
 
 
 class OpenModel:
@@ -176,9 +176,9 @@ def plan_weights(
         if choice.weights == "native":
             needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
             raise InputError(f"weights=native needs {needs}; leave it out")
-        return WeightPlan(keeps_quantized=False, retrieval_weights=wanted)
+        return WeightPlan(wanted, keeps_quantized=False)
     if choice.weights == "dense":
         has_copy = wanted in ("auto", "int4") and checkpoint.has_at_most(6)
-        return WeightPlan(keeps_quantized=False, retrieval_weights="native" if has_copy else wanted)
+        return WeightPlan("native" if has_copy else wanted, keeps_quantized=False)
     is_small = wanted == "auto" and checkpoint.has_at_most(8)
-    return WeightPlan(keeps_quantized=True, retrieval_weights="same" if is_small else wanted)
+    return WeightPlan("same" if is_small else wanted, keeps_quantized=True)

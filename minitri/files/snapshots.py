@@ -9,13 +9,13 @@ Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from zlib import crc32
 
@@ -95,7 +95,7 @@ def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
     return HeldRow(full, 0, tokens.view("i4").tolist()), facts.get("note", "")
 
 
-def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str = "") -> int:
+def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str) -> int:
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     header = header_of(model, num_tokens, note)
@@ -106,9 +106,9 @@ def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str = "") ->
             with os.fdopen(number, "wb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
                 total = crc32(header)
-                pairs = itertools.chain.from_iterable(source.layers(num_tokens))
+                pairs = chain.from_iterable(source.layers(num_tokens))
                 tokens = torch.tensor(source.tokens, dtype=torch.int32)
-                for values in itertools.chain([tokens], pairs):
+                for values in chain([tokens], pairs):
                     data = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                     file.write(data)
                     total = crc32(data, total)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
@@ -37,8 +37,8 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     else:
         pipeline = _byte_level_bpe(metadata, name)
     pairs = [*zip(tokens, types, strict=True)]
-    shown = (token for token, kind in pairs if kind == USER_DEFINED)
-    pipeline.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in shown])
+    shown = [AddedToken(token, normalized=False) for token, kind in pairs if kind == USER_DEFINED]
+    pipeline.add_tokens(shown)
     marks = {*END_MARKS, "</s>"}  # control tokens of any type, as for llama.cpp
     pipeline.add_special_tokens([text for text, kind in pairs if kind in CONTROL or text in marks])
     return pipeline

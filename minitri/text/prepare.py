@@ -58,7 +58,6 @@ def text_filters(
         if token >= vocab_size:
             got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
             raise InputError(f"{got}; leave it out")
-    words = (ids for word in sampling.bad_words for ids in tokenizer.spellings(word))
     matcher = None
     if sampling.grammar:
         matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
@@ -67,6 +66,11 @@ def text_filters(
         prompt,
         vocab_size,
         end_tokens=config.eos_token_ids,
-        bad_words=[ids for ids in words if max(ids) < vocab_size],
+        bad_words=[
+            ids
+            for word in sampling.bad_words
+            for ids in tokenizer.spellings(word)
+            if max(ids) < vocab_size
+        ],
         matcher=matcher,
     )

@@ -7,10 +7,10 @@ of TriForce, section 5.3.
 Legend: N nodes with the root, T nodes of a pass.
 """
 
-import heapq
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -94,12 +94,12 @@ def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
     taken = list[tuple[int, ...]]()  # nodes as paths: at each depth the rank among its siblings
     waiting = [by_worth(0)]
     while waiting and len(taken) < num_nodes:
-        _, depth, path = heapq.heappop(waiting)
+        _, depth, path = heappop(waiting)
         taken.append(path)
         *above, rank = path
         if depth < max_depth:
-            heapq.heappush(waiting, by_worth(*path, 0))
+            heappush(waiting, by_worth(*path, 0))
         if rank + 1 < len(rates):
-            heapq.heappush(waiting, by_worth(*above, rank + 1))
+            heappush(waiting, by_worth(*above, rank + 1))
     paths = [(), *sorted(taken, key=lambda path: (len(path), path))]
     return TreeShape((-1, *(paths.index(path[:-1]) for path in paths[1:])))

@@ -75,7 +75,7 @@ class Chat:
             if is_question:
                 if text := line.removeprefix('"""').removesuffix('"""').strip():
                     self._answer(self.talk.turns, Turn(text))
-            elif command is None:
+            elif not command:
                 near = get_close_matches(name, COMMANDS, 1)
                 way = f"did you mean /{near[0]}?" if near else "/help lists what there is"
                 raise InputError(f"there is no /{shorten(name, 40)}; {way}")
@@ -218,7 +218,7 @@ class Chat:
         if num_common(self._engine.held_tokens, ids) >= len(ids) - 1:
             return
         suggest_larger(self._args)
-        if self._run(ids, 1).finish_reason is None:
+        if not self._run(ids, 1).finish_reason:
             self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
             say("stopped; /documents shows what was read, /documents FILE reads on")
 
@@ -299,7 +299,6 @@ def run_command(args: Namespace) -> None:
         chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
         later = "; /resume continues the last chat" if archive.earlier else ""
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
-        at_terminal.let_keys_wait()
         at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 

@@ -5,11 +5,11 @@ is full the oldest turns go, never the documents. The chat template is rendered 
 the places of questions and answers, and cut there. A model without one gets plain questions."""
 
 import bisect
-import functools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
@@ -52,7 +52,7 @@ class Conversation:
         """Strings that end an answer of a model without a chat template; empty if it has one."""
         return () if self.tokenizer.chat_template else (QUESTION,)
 
-    @functools.cached_property
+    @cached_property
     def _frame(self) -> tuple[str, str, str]:
         """Texts before the first question, after answers, after questions. Raises `InputError`."""
         if self.stops:
@@ -66,7 +66,7 @@ class Conversation:
             raise InputError("the model's chat template leaves questions out; use another model")
         return start, parts[1], parts[2]
 
-    @functools.cached_property
+    @cached_property
     def beginning(self) -> list[int]:
         """Token ids before the first question: system message and documents."""
         encode = self.tokenizer.encode if self.stops else self.tokenizer.encode_marked  # BOS or not
@@ -108,8 +108,9 @@ class Conversation:
     @property
     def sizes(self) -> str:
         """A line for each document: how many of its tokens are kept."""
-        parts = self.documents
-        return "\n".join(f"{name}: {len(ids)} of {size} tokens" for name, ids, size in parts)
+        return "\n".join(
+            f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.documents
+        )
 
     def cut(self, num_tokens: int) -> "Conversation":
         """A copy whose documents end where the first `num_tokens` ids of the conversation end."""

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -36,9 +36,9 @@ SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name."""
-UNUSED: dict[str, list[str]] = TABLE["unused"]
+UNUSED = TABLE["unused"]
 """For each method, the flags that it ignores."""
-NEEDS: dict[str, list[str]] = TABLE["needs"]
+NEEDS = TABLE["needs"]
 """For each flag, the flags of which one at least must be given too, if the program has any."""
 
 
@@ -46,19 +46,19 @@ class Help(argparse._HelpAction):
     """Action of -h and --help, which show flags that most people need, and of --help-all (all).
     The help of a flag ends with its default if this is a number or a word."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
+    def __call__(self, parser: ArgumentParser, *words: Any) -> None:
         for action in parser._actions:
             text = action.help or ""
             default = action.default
-            is_value = type(default) in (int, float, str) and default != argparse.SUPPRESS
+            is_value = type(default) in (int, float, str) and default != SUPPRESS
             if words[-1] != "--help-all" and {*TABLE["rare"]} & {*action.option_strings}:
-                action.help = argparse.SUPPRESS
+                action.help = SUPPRESS
             elif is_value and "default:" not in text.lower():
                 action.help = f"{text} (default: %(default)s)"
         super().__call__(parser, *words)
 
 
-class OneLineParser(argparse.ArgumentParser):
+class OneLineParser(ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", *own: type[Any], **settings: Any) -> None:
@@ -75,7 +75,7 @@ class OneLineParser(argparse.ArgumentParser):
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, add_help=False, **settings)
         self.register("action", "grammar", GrammarFlag)
-        self.register("action", "switch", argparse.BooleanOptionalAction)
+        self.register("action", "switch", BooleanOptionalAction)
         self.classes = (*SETTINGS, *own)
         text = "the flags that most people need; --help-all: all flags, by topic"
         self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
@@ -147,7 +147,7 @@ class OneLineParser(argparse.ArgumentParser):
         for settings in self.classes:
             taken(settings, args)  # raises if bad
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
@@ -178,7 +178,7 @@ def arguments_of(row: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-class GrammarFlag(argparse.Action):
+class GrammarFlag(Action):
     """Stores a flag's value, or its file's text, as a `Grammar` of the kind that is its `const`."""
 
     def __call__(self, _: object, args: Namespace, value: Any, *__: object) -> None:
@@ -196,7 +196,7 @@ def options_of(field: "dataclasses.Field[Any]", settings: type[Any]) -> dict[str
     text = texts[field.name].removesuffix(".")
     options: dict[str, Any] = {"default": default, "help": text}
     if field.type is bool:
-        options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        options["action"] = BooleanOptionalAction if default else "store_true"
     elif field.type == Sequence[str]:
         options |= {"action": "append", "default": None}
     elif field.type == Bias:

@@ -29,7 +29,6 @@ def load_engine(
 
 def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     """Opens the models' files by flags, checks sampling and --save-kv. Raises `InputError`."""
-    sampling = taken(SamplingParams, args)
     exits.import_pytorch()  # takes seconds
     from minitri.files.snapshots import check_place
     from minitri.loader import OpenEngine
@@ -41,7 +40,8 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
         if Path(file).exists():
             log.info("--save-kv: the KV snapshot in %s will be replaced", shorten(file))
     opened = OpenEngine(**model_of(args))
-    text_filters(sampling, [], opened.tokenizer, opened.config)  # checks words and grammar
+    # Checks words and grammar.
+    text_filters(taken(SamplingParams, args), [], opened.tokenizer, opened.config)
     return opened
 
 

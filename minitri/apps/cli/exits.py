@@ -3,13 +3,13 @@
 Imports next to nothing, so that Ctrl-C is answered with a line from the first milliseconds on."""
 
 import atexit
-import contextlib
 import gc
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import minitri
 from minitri.core.errors import InputError, shorten
@@ -64,7 +64,7 @@ def program(
     return main
 
 
-@contextlib.contextmanager
+@contextmanager
 def clean_exits() -> Iterator[None]:
     """Context that exits with a code and at most one line for errors that are no bugs:
     these are bad input, a missing package, Ctrl-C, and errors of the system such as a full disk."""
@@ -92,7 +92,7 @@ def clean_exits() -> Iterator[None]:
         raise _end(2, f"the system says: {shorten(error)}; free it, or write elsewhere") from None
 
 
-@contextlib.contextmanager
+@contextmanager
 def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
     """Context in which Ctrl-C calls `handler`, a handler of signals."""
     before = signal.signal(signal.SIGINT, handler)
@@ -133,7 +133,7 @@ def _let_go() -> None:
 def _end(code: int, line: str = "") -> SystemExit:
     """The exit to raise, its reason printed; of several ranks the first to end decides the code."""
     is_first = True
-    if (group := sys.modules.get("minitri.devices.parallel.group")) is not None:
+    if group := sys.modules.get("minitri.devices.parallel.group"):
         code, is_first = group.first_end(code)
     if line and is_first:
         tell(f"minitri: {line}\n")

@@ -13,7 +13,7 @@ def run_command(args: Namespace) -> None:
     run = engine.scoring(ids)
     terminal.print_stream(run, args, engine.config, show=False)
     [state] = run.rows
-    if state.finish_reason is None:
+    if not state.finish_reason:
         raise KeyboardInterrupt
     scores = [logprob for logprob, _ in state.prompt_scores]
     mean = math.fsum(scores) / len(scores)

@@ -43,7 +43,6 @@ from minitri.text import prepare, prompt_ids
 
 LENGTH = 64  # tokens of the prompt, and of the output, of each text of the statistical test
 FALSE_ALARM = 1e-4  # odds that a correct engine fails, all methods and scores together
-BATCH_SIZE = 32
 
 
 def is_bitwise(engine: Engine, args: Namespace) -> bool:
@@ -135,14 +134,14 @@ def run_test(
         Request(prompt, prompt_ids.next_seed(args.seed, number), sampling, generation)
         for number, prompt in enumerate(prompts)
     ]
-    run = engine.stream(requests, batch_size=BATCH_SIZE, speculation=speculation)
+    run = engine.stream(requests, batch_size=32, speculation=speculation)
     tests = defaultdict[str, Martingale](Martingale)
     draft = engine.models.draft
     for prompt, end in zip(prompts, run.results(), strict=True):
         new = [*end.token_ids]
         p_NV = probs_of_text(engine, engine.model, prompt, new, sampling)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
-        if draft is not None:
+        if draft:
             scores["drafter"] = (probs_of_text(engine, draft, prompt, new, sampling) > p_NV).float()
         for n, token in enumerate(end.tokens):
             kind = "bonus" if token.origin == "bonus" else "guessed"
@@ -158,7 +157,7 @@ def probs_of_text(
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
     filters = prepare.text_filters(sampling, prompt, engine.tokenizer, engine.config)
-    if filters is not None:
+    if filters:
         filters.apply(logits_NV, [new[:n] for n in range(len(new))])
     return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
 

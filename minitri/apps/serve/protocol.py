@@ -251,7 +251,7 @@ class Protocol(NamedTuple):
                 speculation=asked.speculation,
                 owner=owner,
                 client=client,
-                shown=chat.shown if chat is not None else (),
+                shown=chat.shown if chat else (),
             )
             for number, ids in enumerate(ids for ids in prompts for _ in range(asked.n))
         ]

@@ -29,7 +29,7 @@ class StoredTensor(NamedTuple):
 
     def release(self) -> None:
         """Frees the memory of all pages of the mapped file; a later access reads them again."""
-        if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if self.pages and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 

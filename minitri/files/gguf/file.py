@@ -61,8 +61,9 @@ class GgufFile:
             "tool_use": get("tokenizer.chat_template.tool_use"),
             "add_bos_token": get("tokenizer.ggml.add_bos_token"),
         }
-        kind, pre = (get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-        self.adds_bos = kind == "llama" or pre in WITH_BOS  # where the file does not say it
+        self.adds_bos = (  # where the file does not say it
+            get("tokenizer.ggml.model") == "llama" or get("tokenizer.ggml.pre") in WITH_BOS
+        )
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         return read_vocabulary(self.metadata, self.path.name)
@@ -140,10 +141,7 @@ class GgufFile:
         return {it.type.name for it in self._tensors.values() if len(it.shape) == 2} == {"BF16"}
 
     def tensors(
-        self,
-        config: ModelConfig,
-        packed: Mapping[str, Tensor] | None = None,
-        kernels: Kernels | None = None,
+        self, config: ModelConfig, packed: Mapping[str, Tensor], kernels: Kernels | None
     ) -> NamedTensors:
         """Yields weights with their Hugging Face names, dequantized. A tensor of that name in
         `packed` is filled with the matrix in the kernels' layout, and yielded instead."""
@@ -152,7 +150,7 @@ class GgufFile:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 rows = rotary_rows(name, stored.shape, config, self._architecture in _PAIRED)
-                if kernels and packed and name in packed:
+                if kernels and name in packed:
                     weight = packed[name]
                     repack(stored, kernels, weight, rows)
                 else:

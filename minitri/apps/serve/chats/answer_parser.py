@@ -86,8 +86,7 @@ class AnswerParser:
         """Removes white space and a tag from the text, if these come next; returns them or ""."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
-        is_next = head.startswith(tag)
-        return self._cut(len(self._rest) - len(head) + len(tag)) if is_next else ""
+        return self._cut(len(self._rest) - len(head) + len(tag)) if head.startswith(tag) else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
         """Yields text up to a tag or the end, in pieces of this kind; returns the tag or ""."""

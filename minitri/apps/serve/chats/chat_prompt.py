@@ -47,7 +47,8 @@ class ChatPrompt:
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
         form = format_of(source)
-        turns = [*one_call_each(turns)] if form.is_bare else turns
+        if form.is_bare:
+            turns = [*one_call_each(turns)]
         text = tokenizer.render_chat(turns, tools)
         self.token_ids = tokenizer.encode_marked(text) + tokenizer.encode_marked(self._begun)
         self._thinks = text.rstrip().endswith(THINK)
@@ -65,7 +66,7 @@ class ChatPrompt:
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
         """Grammar of an answer that has this form or calls functions. Raises `InputError`."""
-        if self._form is None:
+        if not self._form:
             return form
         if form and not form.kind.startswith("json"):
             raise InputError("a form that is not JSON is given with tools; leave one of them out")
