@@ -61,16 +61,12 @@ def text_filters(
     matcher = None
     if sampling.grammar:
         matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
+    words = (ids for word in sampling.bad_words for ids in tokenizer.spellings(word))
     return TextFilters(
         sampling,
         prompt,
         vocab_size,
         end_tokens=config.eos_token_ids,
-        bad_words=[
-            ids
-            for word in sampling.bad_words
-            for ids in tokenizer.spellings(word)
-            if max(ids) < vocab_size
-        ],
+        bad_words=[ids for ids in words if max(ids) < vocab_size],
         matcher=matcher,
     )

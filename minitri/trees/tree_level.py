@@ -177,10 +177,8 @@ class TreeLevel(Level):
         """Verifies a tree in one pass, as `Level.verify`: appends the accepted path and a token."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
-        blocks = [
-            [*(sequence[-1:] or [0]), *guesses]
-            for sequence, guesses in zip(sequences, proposal.tokens, strict=True)
-        ]
+        pairs = zip(sequences, proposal.tokens, strict=True)
+        blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(sequences, active, blocks, proposal.shape, 0)
         sums_B = output.probs_BNV.sum((1, 2)) + proposal.probs_BNV.sum((1, 2))
         are_finite = sums_B.isfinite().tolist()
@@ -220,6 +218,5 @@ class TreeLevel(Level):
                 runner.cache.keep_path(b, path)
                 if runner.passes.queries_LBTHD is not None:
                     gather_path(runner.passes.queries_LBTHD.transpose(2, 3), b, 0, path)
-        runner.cache.advance(
-            [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
-        )
+        pairs = zip(paths, active, strict=True)
+        runner.cache.advance([1 + len(path) if on else 0 for path, on in pairs])
