@@ -141,7 +141,7 @@ class Chat:
             say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
-        """cut documents to what fits from now on, also the one that was just too long"""
+        """cut documents to what fits, also the one that was just too long"""
         self._args.fit = True
         self.do_documents(self._file)
 
