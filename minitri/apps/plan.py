@@ -107,8 +107,9 @@ def run_command(args: Namespace) -> None:
     if args.gpu == "list":
         print(TABLE)
         return
+    needs = demand_of(args)
     site = site_of(args)
-    needs = replace(demand_of(args), captures=site.machine is not CPU)
+    needs = replace(needs, captures=site.machine is not CPU)
     form = args.dtype
     room = site.gib * GIB - CONTEXT
     if site.machine is not CPU:
