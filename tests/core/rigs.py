@@ -152,8 +152,7 @@ def trimmed_copy(target: Llama, token_ids: Iterable[int]) -> Llama:
 
 
 def fresh_read(model: Llama, tokens: list[int], size: int = 1 << 30) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens, in blocks of this size, and the logits (T, V)
-    after each."""
+    """A new full cache that has read these tokens in such blocks, and logits (T, V) after each."""
     cache = new_cache(model.config, capacity=len(tokens) + 1, dtype=model.dtype)
     parts = []
     for start in range(0, len(tokens), size):

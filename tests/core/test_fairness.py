@@ -13,8 +13,7 @@ CHUNK = 8
 
 
 class Run:
-    """Events of requests, read, token or end, each with its number; a request gets one token in
-    every step."""
+    """Events of requests (read, token, end) with their numbers; each step gives each a token."""
 
     def __init__(self, num_rows: int = 4) -> None:
         generation = GenerationConfig(shared_chunk=CHUNK)

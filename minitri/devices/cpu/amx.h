@@ -33,7 +33,7 @@ template <> struct MatrixUnit<Pairs> {
             form[16 + 2 * i] = 4 * LANES;
             form[48 + i] = uint8_t(i < 5 ? M : LANES);  // 0 to 3: sums, 4: rows, 5: columns
         }
-        _tile_loadconfig(form);
+        asm volatile("ldtilecfg %0" : : "m"(form));  // `_tile_loadconfig` tells GCC of 8 bytes
     }
 
     // As `multiply` of gemm.h, for the M of `use`. Prefetches rows `ahead` units further, if not 0.

@@ -17,6 +17,8 @@ namespace {
 inline void pause_cpu() {
 #ifdef __x86_64__
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 

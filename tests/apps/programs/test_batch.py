@@ -44,8 +44,7 @@ class FakeRay:
 
 @pytest.fixture
 def run(tmp_path, folder, call, monkeypatch):
-    """Asks questions about two documents, in a random order, of the replicas of a `FakeRay`; the
-    answers go to `run.file`."""
+    """Asks replicas of a `FakeRay` about two documents, in random order; `run.file`: answers."""
 
     def run(ray: FakeRay):
         monkeypatch.setitem(sys.modules, "ray", ray)

@@ -1,6 +1,8 @@
 """The benchmark: methods after the same prompts, interleaved, with figures that fit together."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,12 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert (read[5:], read[0]) == (read[:5], 150)
     assert set(read[1:5]) == {1, 17}  # all but what a method must see again
+
+
+def test_a_row_fits_the_table_of_machines(run):
+    page = Path(__file__).parents[3] / "docs/machines.md"
+    [head, *_] = re.findall(r"^\| .*", page.read_text("utf-8"), re.M)
+    assert run("", output="--row here").count("|") == head.count("|")
 
 
 def test_trees_take_part(run, folder):

@@ -65,8 +65,7 @@ class Server:
         self.openai = openai.OpenAI(api_key="x", **how)
 
     def post(self, path="/v1/completions", key="x", source="127.0.0.1", **fields):
-        """The response to any body that Python's JSON can spell, sent with a key from an address of
-        this machine."""
+        """The response to any body of Python's JSON, sent with a key from this machine."""
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         sent = {"content": json.dumps(fields), "headers": headers, "timeout": PATIENCE}
         if source == "127.0.0.1":

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -18,9 +19,11 @@ import httpx
 import pytest
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.serve import app
+from minitri.apps.serve.access import Access
 from minitri.apps.serve.lossy_log import LossyHandler
-from minitri.apps.serve.serving import SHARE, choose_rows, main
+from minitri.apps.serve.serving import SHARE, choose_rows, main, open_worker
 from minitri.core import memory
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
@@ -60,6 +63,14 @@ def test_a_log_that_nobody_reads_stops_nobody():
         assert again.getMessage() == "again"  # for other handlers
 
 
+def test_a_log_line_that_cannot_be_written_stops_nobody(capsys):
+    handler = LossyHandler(io.StringIO())
+    handler.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    handler.stream.close()
+    handler.handle(logging.makeLogRecord({"msg": "closed"}))
+    assert capsys.readouterr().err.count("Logging error") == 2
+
+
 def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):
     generation = GenerationConfig(reserve=512).for_run(512)
     shape = MemoryShape((1,) * 8, SamplingParams(), generation, SpeculationConfig())
@@ -79,6 +90,14 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     for num_rows, gib in (sizes[1], sizes[8], (1, float("nan"))):
         with refused(f"{num_rows} x 512 tokens of tiny"):
             choose(gib - KIB, fewest=num_rows)
+
+
+def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
+    args = OneLineParser("serve", Access).parse_args(["--context", "2", "--batch-size", "1"])
+    assert args.temperature is None  # of requests that do not say: as the model's files have it
+    worker, *size = open_worker(args, engine, SamplingParams(), SpeculationConfig())
+    worker.close()
+    assert size[:2] == [1, 2]
 
 
 @contextlib.contextmanager

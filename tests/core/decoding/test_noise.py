@@ -10,8 +10,7 @@ STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def test_gumbel_noise_is_of_fine_numbers_that_differ():
-    """About 300 of 100,000 numbers of 24 bits would be there twice; none of 52 bits, but for one
-    seed in a million."""
+    """Of 100,000 numbers of 24 bits about 300 repeat; of 52 bits, with one seed in a million."""
     keys = noise_keys(0, torch.arange(100))
     uniforms = hashed_uniforms(keys.repeat_interleave(1000), torch.arange(1000).repeat(100))
     assert uniforms.dtype == torch.float64

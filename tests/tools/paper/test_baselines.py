@@ -1,5 +1,5 @@
-"""The paper's baselines as plug-ins: layers of the target, and H2O, which evicts for good while the
-prompt is read, as published; and how guesses of a cache are held against one continuation."""
+"""The paper's baselines as plug-ins: H2O, which evicts for good while the prompt is read, as
+published; and how guesses of a cache are held against one continuation."""
 
 import math
 
@@ -7,29 +7,9 @@ import pytest
 import torch
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.core.model.llama import Llama
-from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config, tiny_model
+from tests.core.rigs import new_cache, tiny_config
 from tools.paper.baselines.policies import POLICIES, QUERIES_AT_ONCE, HeavyHitters, speculation_with
-from tools.paper.baselines.skipped_layers import with_layers
 from tools.paper.continuation import Continuation, expected_rate
-
-
-@pytest.mark.parametrize("layers", [[4], [1, 2, 4], [0, 1, 2, 3, 4]])
-def test_a_view_is_the_model_of_these_layers_and_has_no_weights(layers):
-    config = tiny_config(num_layers=5)
-    model, expected = tiny_model(config), tiny_model(tiny_config(num_layers=len(layers)))
-    weights = dict(model.named_parameters())
-    for name, weight in expected.named_parameters():
-        parts = name.split(".")
-        if parts[0] == "layers":
-            parts[1] = str(layers[int(parts[1])])
-        weight.copy_(weights[".".join(parts)])
-    tokens, view = random_prompt(config, 9), with_layers(model, layers)
-    assert isinstance(view, Llama)
-    assert torch.equal(fresh_read(view, tokens)[1], fresh_read(expected, tokens)[1])
-    assert {id(w) for w in view.parameters()} <= {id(w) for w in model.parameters()}
-    assert (model.config.num_layers, len(model.layers)) == (5, 5)
-
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
