@@ -29,9 +29,6 @@ def ask(
 ) -> None:
     """Passes each input at a terminal to `obey`, which returns text to edit again, until Ctrl-D.
     Enter ends an input, but breaks the line after a backslash, with Alt, or in triple quotes."""
-    # The terminal keeps keys that are typed during an answer, unseen, for the next question.
-    atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
-    tty.setcbreak(0, termios.TCSANOW)
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
@@ -74,6 +71,12 @@ def ask(
 def is_open(text: str) -> bool:
     """Whether triple quotes are open at the end of a text."""
     return text.count('"""') % 2 == 1
+
+
+def let_keys_wait() -> None:
+    """Has the terminal keep keys typed during an answer, unseen, for the next question."""
+    atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
+    tty.setcbreak(0, termios.TCSANOW)
 
 
 class MarkdownFile(Live):

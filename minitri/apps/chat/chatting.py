@@ -299,6 +299,7 @@ def run_command(args: Namespace) -> None:
         chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
         later = "; /resume continues the last chat" if archive.earlier else ""
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
+        at_terminal.let_keys_wait()
         at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
