@@ -177,10 +177,8 @@ class TreeLevel(Level):
         """Verifies a tree in one pass, as `Level.verify`: appends the accepted path and a token."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
-        blocks = [
-            [*(sequence[-1:] or [0]), *guesses]
-            for sequence, guesses in zip(sequences, proposal.tokens, strict=True)
-        ]
+        pairs = zip(sequences, proposal.tokens, strict=True)
+        blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(sequences, active, blocks, proposal.shape, 0)
         sums_B = output.probs_BNV.sum((1, 2)) + proposal.probs_BNV.sum((1, 2))
         are_finite = sums_B.isfinite().tolist()

@@ -5,11 +5,11 @@ Imported at a terminal alone, as the libraries take a moment."""
 import atexit
 import contextlib
 import functools
-import termios
 import tty
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from termios import TCSANOW, tcgetattr, tcsetattr
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -75,8 +75,8 @@ def is_open(text: str) -> bool:
 
 def let_keys_wait() -> None:
     """Has the terminal keep keys typed during an answer, unseen, for the next question."""
-    atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
-    tty.setcbreak(0, termios.TCSANOW)
+    atexit.register(tcsetattr, 0, TCSANOW, tcgetattr(0))
+    tty.setcbreak(0, TCSANOW)
 
 
 class MarkdownFile(Live):

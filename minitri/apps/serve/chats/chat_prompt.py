@@ -47,8 +47,7 @@ class ChatPrompt:
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
         form = format_of(source)
-        if form.is_bare:
-            turns = [*one_call_each(turns)]
+        turns = [*one_call_each(turns)] if form.is_bare else turns
         text = tokenizer.render_chat(turns, tools)
         self.token_ids = tokenizer.encode_marked(text) + tokenizer.encode_marked(self._begun)
         self._thinks = text.rstrip().endswith(THINK)
