@@ -35,8 +35,6 @@ def main(argv: list[str] | None = None) -> None:
         if argv and argv[0].replace("-", "").isalpha() and argv[0] not in PROGRAMS:  # misspelled?
             from difflib import get_close_matches  # imports re
 
-            if argv[0] in ("audit", "bench"):
-                raise InputError(f"minitri has no {argv[0]}; in a clone: python -m tools.{argv[0]}")
             for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.75):
                 advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
                 raise InputError(f"there is no program {argv[0]}; {advice}")

@@ -235,8 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = self._merge(**settings)
-        request = Request(prompt, seed, sampling, generation)
-        state = prepare(0, request, self.model, self.tokenizer)
+        state = prepare(0, Request(prompt, seed, sampling, generation), self.model, self.tokenizer)
         num_tokens = len(state.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         generation = generation.for_run(min(room, self.config.context_length))

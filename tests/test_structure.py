@@ -21,7 +21,7 @@ ROOMS = {
     "files": (1_770, {"core", "devices", "text", "files"}),
     "trees": (330, {"core", "trees"}),
     "": (750, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (3_740, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "apps": (3_745, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import."""
 ENTRIES = {"generate.py", "__main__.py"}

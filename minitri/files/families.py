@@ -91,7 +91,7 @@ def rotary_rows(
     """Numbers of a tensor's rows in the order that RoPE here expects; None: as they are stored.
     In q and k, also fused, rows that rotate together get D/2 apart in a head. A file has them next
     to each other if `is_paired`, else half of the rotating part apart; the others come last."""
-    import torch  # only here: flags read `FAMILIES` before PyTorch is imported
+    from torch import arange, cat  # only here: flags read `FAMILIES` before PyTorch is imported
 
     D = config.head_dim
     rotating = config.rope.rotary_dim or D
@@ -103,10 +103,10 @@ def rotary_rows(
         return None
     halves = [
         part.view(-1, 2).T if is_paired else part.view(2, -1)
-        for part in torch.arange(D).split([rotating, D - rotating])
+        for part in arange(D).split([rotating, D - rotating])
     ]
-    order_D = torch.cat(halves, 1).flatten()
-    rows = torch.arange(shape[0]).view(-1, D)
+    order_D = cat(halves, 1).flatten()
+    rows = arange(shape[0]).view(-1, D)
     heads = rows[: len(rows) - num_values[module]]
     heads.copy_(heads[:, order_D])
     return rows.flatten()

@@ -8,12 +8,12 @@ Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
 import functools
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import sha256
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -47,7 +47,7 @@ def manifest_of(model: Llama) -> dict[str, str]:
         "weights": fingerprint,
         "dtype": DTYPES[model.dtype],
         "rope": config.rope.describe(),
-        "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
+        "config": sha256(repr(shape).encode()).hexdigest(),
     }
 
 
@@ -157,6 +157,6 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
                     sums += map(crc32, iter(lambda: file.read(1 << 24), b""))
             if files != times_of(files):
                 raise ValueError("they were changed after they were opened")
-        return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
+        return sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint

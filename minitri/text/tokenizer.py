@@ -57,9 +57,8 @@ class Tokenizer:
         self._added = pipeline.get_added_tokens_decoder().keys()
         self.controls = control_tokens(pipeline)
         self._hidden = {*self.controls.values()}
-        self.num_tokens = 1 + max(
-            pipeline.get_vocab().values(), default=-1
-        )  # one more than the largest id
+        ids = pipeline.get_vocab().values()
+        self.num_tokens = 1 + max(ids, default=-1)  # one more than the largest id
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with BOS in front where the model wants it.

@@ -5,9 +5,10 @@ Imported at a terminal alone, as the libraries take a moment."""
 import atexit
 import contextlib
 import functools
+import os
+import signal
 import termios
 import tty
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def let_keys_wait() -> None:
     """Has the terminal keep keys typed during an answer, unseen, for the next question."""
     atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
     tty.setcbreak(0, termios.TCSANOW)
+    signal.signal(signal.SIGHUP, hang_up)
+
+
+def hang_up(*_: object) -> None:
+    """Ends an answer as Ctrl-C does, when the terminal is closed: nothing can be printed to it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    signal.raise_signal(signal.SIGINT)
 
 
 class MarkdownFile(Live):
@@ -118,9 +128,9 @@ class MarkdownFile(Live):
             self.console.print()
 
 
-def answer_file(args: Namespace) -> Any:
-    """Context with a `MarkdownFile` for an answer, or None with --color or a plain terminal."""
+def answer_file() -> Any:
+    """Context with a `MarkdownFile` for an answer, or None at a plain terminal."""
     console = Console()
-    if args.color or console.no_color or console.is_dumb_terminal:
+    if console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()
     return contextlib.closing(MarkdownFile(console=console, transient=True, refresh_per_second=12))

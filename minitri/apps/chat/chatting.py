@@ -21,7 +21,7 @@ from minitri.apps.cli.boot import load_weights, open_engine, sampling_of, sugges
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
-from minitri.apps.cli.terminal import LEGEND, print_stream, shown
+from minitri.apps.cli.terminal import print_stream, shown
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
@@ -204,9 +204,10 @@ class Chat:
                 raise
             for document in added:
                 say(f"{document.name}: left out, as it does not fit next to those")
-        self._read(talk)
+        self.talk = talk
         if talk.turns:
             self.do_show("")
+        self._read(talk)
 
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents, before a question is asked."""
@@ -283,8 +284,6 @@ def run_command(args: Namespace) -> None:
     talk = Conversation(opened.tokenizer, args.system)
     talk = talk.with_documents(documents, opened.config, args)
     with load_weights(args, opened) as engine:
-        if args.color:
-            log.info(LEGEND)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             chat = Chat(engine, talk, args)
             try:
@@ -296,7 +295,7 @@ def run_command(args: Namespace) -> None:
         from minitri.apps.chat import at_terminal
 
         archive = Archive(state_folder())
-        chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
+        chat = Chat(engine, talk, args, archive, at_terminal.answer_file)
         later = "; /resume continues the last chat" if archive.earlier else ""
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
         at_terminal.let_keys_wait()

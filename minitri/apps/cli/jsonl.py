@@ -161,12 +161,8 @@ def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
     num_gpus = int(args.device != "cpu" and "GPU" in resources)
     most = 1 if num_gpus else max(1, int(resources["CPU"]) // args.replicas)
     args.threads = args.threads or most
-    actor = ray.remote(
-        num_cpus=args.threads,
-        num_gpus=num_gpus,
-        max_restarts=MAX_RESTARTS,
-        max_task_retries=MAX_RESTARTS,
-    )(Replica)
+    options = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
+    actor = ray.remote(num_cpus=args.threads, num_gpus=num_gpus, **options)(Replica)
     replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
     lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
     size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1

@@ -65,8 +65,9 @@ class Writer:
         if not asked.stream:
             if not is_done:
                 return b""
-            ends = enumerate(self._ends)
-            choices = [self._choice(n, end.text, end.tokens, end) for n, end in ends]
+            choices = [
+                self._choice(n, end.text, end.tokens, end) for n, end in enumerate(self._ends)
+            ]
             return json_line({**self._head, "choices": choices, "usage": self._usage()}).encode()
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:

@@ -11,9 +11,9 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from gguf import GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 from gguf.quants import quant_shape_to_byte_shape
+from numpy import frombuffer, ndarray
 
 from minitri.core.errors import shorten
 from minitri.files.snapshots import times_of
@@ -24,7 +24,7 @@ class StoredTensor(NamedTuple):
 
     type: GGMLQuantizationType  # number format
     shape: tuple[int, ...]  # of the numbers, not of the bytes
-    data: np.ndarray
+    data: ndarray
     pages: mmap.mmap | None = None  # the mapped file
 
     def release(self) -> None:
@@ -33,9 +33,9 @@ class StoredTensor(NamedTuple):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
-def _numbers(pages: mmap.mmap, kind: str, count: int) -> np.ndarray:
+def _numbers(pages: mmap.mmap, kind: str, count: int) -> ndarray:
     """View of a file's next `count` numbers of NumPy type `kind`. Raises `ValueError` for fewer."""
-    view = np.frombuffer(pages, kind, count, pages.tell())
+    view = frombuffer(pages, kind, count, pages.tell())
     pages.seek(view.nbytes, os.SEEK_CUR)
     return view
 
@@ -110,7 +110,7 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
         stored = quant_shape_to_byte_shape(shape, kind)
         if begin + offset != end:
             raise ValueError(f"{shorten(name, 60)} does not begin where a tensor ends")
-        data = np.frombuffer(pages, "u1", math.prod(stored), end).reshape(stored)
+        data = frombuffer(pages, "u1", math.prod(stored), end).reshape(stored)
         tensors[name] = StoredTensor(kind, shape, data, pages)
         end += data.nbytes + -data.nbytes % alignment
     if end < len(pages):

@@ -71,6 +71,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(prompt=[1, 320]), "320", "0 to 319"),
     (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
     (chat(temprature=1), "temprature is 1", "did you mean temperature?"),
+    (chat({"role": "user"}), "role user without content", "give it a text"),
     (chat({"role": "user", "contnet": "a"}), "messages.1.contnet", "did you mean content?"),
     (chat(max_completion_tokens=9, max_tokens=1), "max_completion_tokens is 9", "leave it out"),
     (text(seed=1 << 64), "seed is", "at most 18446744073709551615"),

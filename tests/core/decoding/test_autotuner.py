@@ -61,8 +61,7 @@ def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
 
 @pytest.mark.parametrize("use_clock", [True, False])
 def test_a_text_begins_without_guesses_until_the_target_was_timed(use_clock):
-    """The first round of a target says nothing, so two steps are plain where times count; one more
-    selects chunks."""
+    """A target's first round says nothing: two steps are plain if times count; one more selects."""
     tuner = Autotuner(PLANS, predictor_of(COSTS), use_clock=use_clock)
     plain = 0
     while tuner.choose() == AR:

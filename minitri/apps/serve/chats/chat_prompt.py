@@ -47,8 +47,7 @@ class ChatPrompt:
         if source and "tools" not in source and (has_calls or tools):
             raise InputError("the model's chat template leaves tools out; use one that has them")
         form = format_of(source)
-        if form.is_bare:
-            turns = [*one_call_each(turns)]
+        turns = [*one_call_each(turns)] if form.is_bare else turns
         text = tokenizer.render_chat(turns, tools)
         self.token_ids = tokenizer.encode_marked(text) + tokenizer.encode_marked(self._begun)
         self._thinks = text.rstrip().endswith(THINK)
@@ -94,6 +93,8 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
     turns = []
     names = {}  # of functions, by the ids of their calls
     for message in messages:
+        if message.role == "user" and "content" not in message.model_fields_set:
+            raise InputError("messages has one of the role user without content; give it a text")
         given = message.model_dump(exclude={"name"}).items()
         turn = {key: value for key, value in given if value or key in ("role", "content")}
         for call in turn.get("tool_calls", ()):
