@@ -40,7 +40,7 @@ REFUSED = [
     ("gbnf", "root ::= x", "gbnf"),
     # Others end the process, or take seconds, minutes or 500 MB of it.
     ("lark", f'start: r0\n{RULES}r2900: "b"', MUCH),
-    ("lark", "start: " + "s " * 16384 + '\ns: "a" | s s |', "Too many items"),
+    ("lark", "start: " + "s " * 16384 + '\ns: "a" | s s |', "the lark cannot be used"),
     ("json_schema", json.dumps({"$ref": "#/$defs/r0", "$defs": REFS}), MUCH),
     ("json_schema", json.dumps({"properties": dict.fromkeys(map(str, range(6000)), True)}), "keys"),
     ("lark", RULES * 2, "keys or rules"),
