@@ -79,8 +79,7 @@ TURNS += [pytest.param(True, 1, id="coupled-1", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_the_autoregressive_one(way, coupled, turn, monkeypatch):
     """The other axes go round: the turns of a way have every size of a batch, and every place of
-    the cache. An earlier text begins as the longest prompt does, which is read after it or while it
-    goes on."""
+    the cache. An earlier text begins as the longest prompt, which is read after it or meanwhile."""
     drafter, settings = WAYS[way]
     policy = policy_of(settings.get("policy", "retrieval"))
     number = [*WAYS].index(way)

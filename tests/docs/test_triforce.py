@@ -43,8 +43,9 @@ def test_tokens_are_the_engines(engine, folder, draft):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("real_weights")
-def test_real_weights_give_the_engines_tokens(long_text):
+def test_real_weights_give_the_engines_tokens(long_text, real_weights, monkeypatch):
+    monkeypatch.setattr(one_file, "MODEL", real_weights)  # which were perhaps not there before
+    monkeypatch.setitem(one_file.FLAGS, "model", real_weights)
     engine = load("smollm2-135m")
     ids = engine.tokenizer.encode(long_text)
     check_equality(engine, [ids[:3], ids[:300], ids[700:1300]], 12, "--budget", "128")
