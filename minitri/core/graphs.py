@@ -39,8 +39,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
-        """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
-        one if `is_capturing` (`InputError` if that fails), else calls the function as it is."""
+        """Returns `function(*inputs, **constants)`, by a CUDA graph for these shapes and constants.
+        Without one captures it if `is_capturing` (may raise `InputError`), else runs eagerly."""
         key = function, *constants.values(), tree_map(lambda it: (it.shape, it.dtype), inputs)
         function = functools.partial(function, **constants)
         if self.is_capturing and key not in self._captured:
@@ -50,8 +50,8 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures a call on copies of `examples`; returns its replay. Raises `InputError`.
-        Best the largest first: smaller ones then need no memory of their own."""
+        """Captures `function(*examples)`; returns a function that replays it on other tensors.
+        Capture the largest first: smaller ones then share its memory. Raises `InputError`."""
         statics = self._shared("input", examples)
         try:
             replay, output = self.record(lambda: self._shared("output", function(*statics)))
@@ -69,7 +69,7 @@ class GraphPool:
         return captured
 
     def _shared(self, use: str, tensors: Any) -> Any:
-        """Copies of tensors, in buffers that the inputs, or the outputs, of all functions share."""
+        """Copies of nested tensors, in buffers that all functions share; `use`: input or output."""
         places = itertools.count()
 
         def copy(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def weights_per_pass(config: ModelConfig) -> int:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights: a table that is also the LM head counts once, one lent by a target not."""
+    """Number of weights; a table that is also LM head counts once, one lent by a target not."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
@@ -82,7 +82,7 @@ def bytes_per_pass(model: "Llama") -> int:
 
 @cache
 def copy_bytes(config: ModelConfig, bits: int) -> int:
-    """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits; 0 for 0 bits."""
+    """Bytes of the weights quantized to 4 or 8 `bits` each, the LM head to 8; 0 for 0 bits."""
     num_bytes = 0
     for name, weight in outline(config).named_parameters():
         if bits and weight.dim() == 2 and name != "embed_tokens.weight":
@@ -92,7 +92,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
 
 
 def default_copy_bits(config: ModelConfig, num_free: float) -> int:
-    """Bits of the copy of weights that guesses on a GPU: 4 if it takes <= `num_free` / 10, or 0."""
+    """Bits for a quantized copy of the weights: 4 if it takes <= `num_free` / 10 bytes, else 0."""
     return 4 if copy_bytes(config, 4) <= num_free / 10 else 0
 
 
@@ -136,7 +136,7 @@ class Workload:
     batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """Cost of a pass of draft, retrieval or target over a token and `num_guesses` per row."""
+        """Cost of a pass of draft, retrieval or target over 1 + `num_guesses` tokens per row."""
         config = self.draft if stage == "draft" else self.target
         assert config
         num_weights = weights_per_pass(config)
@@ -158,7 +158,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Predicted seconds of a stage's pass; next to none for lookup, which takes no pass."""
+        """Predicted seconds of the pass that `read` counts; 1e-9 for lookup, which takes none."""
         if stage == "draft" and not self.draft:
             return 1e-9
         return self.read(stage, num_guesses).seconds(machine)

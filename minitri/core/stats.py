@@ -27,7 +27,7 @@ class Clock:
         take(time.perf_counter() - started)
 
     def settle(self) -> None:
-        """Waits for the device until all seconds are known."""
+        """Waits until the device is done and all seconds were given to their `take`."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LevelStats:
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
 
     def count(self, num_draft: int, num_accepted: int) -> int:
-        """Counts a verdict about one row's guesses; returns how many of them were tested."""
+        """Counts a verdict about `num_draft` guesses of a row; returns how many were tested."""
         num_tested = min(num_accepted + 1, num_draft)
         self.num_rounds += 1
         self.num_draft_tokens += num_draft

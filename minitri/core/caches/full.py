@@ -24,7 +24,7 @@ class FullCache(Cache):
     def allocate(
         cls, model: Llama, batch_size: int, capacity: int, make_slots: MakeSlots = plain_slots
     ) -> "FullCache":
-        """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
+        """An empty cache of rows with room for at least `capacity` tokens, made by `make_slots`."""
         config = model.config
         slots = pad_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)

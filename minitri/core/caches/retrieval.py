@@ -54,7 +54,7 @@ class RetrievalCache(Cache):
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
     ) -> None:
-        """Allocates an empty cache; `commit` and `take_committed` fill it with tokens of `full`."""
+        """An empty cache for `budgets[b]` tokens of each row b of `full`, the cache of `model`."""
         L = model.config.num_layers
         _, B, K, _, D = full.keys.shape
         self._full = full
@@ -103,7 +103,7 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Called in a pass of the target with a layer's K and V: rebuilds it in all due rows."""
+        """Called in a pass of the target with a layer's K and V: rebuilds the layer in due rows."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)
@@ -126,7 +126,6 @@ class RetrievalCache(Cache):
             M = self._settings.chunk_size
             num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
             self.rows[b] = RetrievedRow(row.budget, 0, num_committed=num_whole, built_at=known)
-            # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
         return row.is_selected
@@ -207,7 +206,6 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
-        """Copies row b's new K and V of the full cache, in layers with a sliding window."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

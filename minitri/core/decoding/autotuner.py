@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens that a row may still get, on average
 
     def choose(self) -> StepPlan:
-        """The plan of the next step, by predicted speed. If some plans do without the retrieval
-        cache, `plans[0]` comes once before the first that uses it: its pass fills the cache."""
+        """The plan of the next step, by predicted speed. Unless the retrieval cache is built, the
+        first plan that uses it comes after a step by `plans[0]`, whose pass fills it."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
@@ -90,7 +90,6 @@ class Autotuner:
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
     def tokens_per_second(self, plan: StepPlan) -> float:
-        """Predicted tokens per second of decoding by this plan."""
         length = float(plan.gamma1)
         tree = num_nodes(plan.tree)
         num_guesses = tree or length
@@ -105,7 +104,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens per second: more for idle stages, less for the seconds of `setup`."""
+        """Predicted tokens/s; idle stages get a bonus, and seconds of `setup`, by stage, count."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)
