@@ -105,13 +105,13 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused GPU kernels, and CPU kernels that draft in one call, have all options."""
+        """Whether fused GPU kernels, and CPU ones for drafting, support all the model's options."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
         return self.has_kernels and not (is_scaled or self.unrotated_layers)
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the compiled CPU kernels support all options of this model."""
+        """Whether the compiled CPU kernels support all the model's options."""
         is_llama = self.norms_before and not (self.norms_after or self.wide_norms or self.geglu)
         return is_llama and not (self.joint_norm or self.window)
 

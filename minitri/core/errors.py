@@ -45,7 +45,7 @@ def check_unicode(text: str, what: str) -> None:
 
 @contextmanager
 def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
-    """Context that turns an exception, unless an `InputError`, into one: "PROBLEM (WHY); ADVICE"."""
+    """Context that turns an exception, if no `InputError`, into one: "PROBLEM (WHY); ADVICE"."""
     try:
         yield
     except InputError:

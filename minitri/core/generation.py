@@ -89,7 +89,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             self._end()
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
-        """Ends the run; keeps its memory for the next if `is_kept`. `was_interrupted`: by an error."""
+        """Ends the run; keeps its memory for the next if `is_kept`. `was_interrupted`: by error."""
         self._prefills.clear()
         if self._stack and is_kept:
             for b in self._scheduler.admitted:
@@ -215,7 +215,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield state.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, state: RequestState, new: Emitted) -> list[Any]:
-        """(logprob, top_logprobs) of each of row b's `new` tokens, or () each; raises if none."""
+        """(logprob, top_logprobs) of row b's `new` tokens, () if not requested; raises if none."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""

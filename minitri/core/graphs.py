@@ -82,7 +82,7 @@ class GraphPool:
         return tree_map(copy, tensors)
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Warms `run` up and captures it; returns a function that replays it, and its output."""
+        """Warms `run` up, captures its CUDA graph; returns its replay function, and its output."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

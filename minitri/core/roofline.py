@@ -136,7 +136,7 @@ class Workload:
     batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """Cost of a pass of draft, retrieval or target over 1 + `num_guesses` tokens per row."""
+        """Cost of a pass of `stage`, such as draft, over 1 + `num_guesses` tokens per row."""
         config = self.draft if stage == "draft" else self.target
         assert config
         num_weights = weights_per_pass(config)
@@ -158,7 +158,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Predicted seconds of the pass that `read` counts; 1e-9 for lookup, which takes none."""
+        """Predicted seconds of a pass of `stage` with `num_guesses` per row; 1e-9 for lookup."""
         if stage == "draft" and not self.draft:
             return 1e-9
         return self.read(stage, num_guesses).seconds(machine)

@@ -205,15 +205,15 @@ class ModelRunner:
         return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, mask_TT)
 
     def unread(self, sequences: Rows, active: Active) -> Rows:
-        """Tokens of each active row that the cache has not read; any one of an inactive row."""
+        """Tokens of active rows that the cache has not read; any one token of inactive rows."""
         return [
             sequence[num_read:] if on else sequence[-1:] or [0]
             for sequence, num_read, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
-        """Runs the pass `forward(*inputs)`, LM head and filters; `paths[b][n]` are the tokens before
-        output n that row b's text filters have not counted, None if no row has some."""
+        """Runs the pass `forward(*inputs)`, LM head and filters; `paths[b][n]` are the tokens
+        before output n that row b's text filters have not counted, None without such filters."""
         if self.graphs:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:
@@ -275,7 +275,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: refills windows that lack over a block of active rows' tokens, slides all."""
+        """Before a step: refills the windows of active rows that lack over a block; slides all."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):

@@ -27,7 +27,7 @@ class Store(Protocol):
 
 
 class PrefixCache:
-    """Finds K and V of a prompt's first tokens in rows of a full cache, a snapshot file, a store."""
+    """Finds K and V of a prompt's first tokens in rows of a cache, a snapshot file, a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
         """`num_guarded`: first slots of an empty row of `full`, where other rows' passes write.
@@ -50,7 +50,6 @@ class PrefixCache:
 
     @property
     def longest(self) -> HeldRow | None:
-        """The longest ended text whose K and V are held; None if there is none."""
         row = max(self._ended, key=lambda row: len(row.tokens))
         return row if row.tokens else None
 
@@ -107,7 +106,7 @@ class PrefixCache:
         return num_tokens
 
     def publish(self, b: int, tokens: Tokens) -> None:
-        """Queues K and V of row b's prompt `tokens` for the store; not if a snapshot file is read."""
+        """Queues K and V of row b's prompt `tokens` for the store; not with a snapshot file."""
         if self.store and not self.snapshot:  # which another device may have computed
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 

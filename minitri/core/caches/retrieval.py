@@ -191,7 +191,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
-        """Copies the full cache's new K and V: to free slots, then over the least important."""
+        """Copies row b's new K and V of the full cache to free slots, or the least important."""
         row, end = self.rows[b], self._full.lengths[b]
         while (start := row.num_committed) < end:
             used = self.lengths[b]

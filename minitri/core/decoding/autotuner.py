@@ -104,7 +104,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens/s; idle stages get a bonus, and seconds of `setup`, by stage, count."""
+        """Predicted tokens/s, with a bonus for idle stages, counting `setup` seconds by stage."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)

@@ -109,7 +109,7 @@ class Level(Stage):
         return Proposal(counts, *guesses, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """One round: the stage below guesses where `guessing[b]`, this verifies where `active[b]`.
+        """One round: the stage below guesses if `guessing[b]`, this level verifies if `active[b]`.
         Appends what each row emits to its sequence, and returns it."""
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):

@@ -47,7 +47,7 @@ class RandomSource:
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """Samples the token (B,) at position `starts[b]` of each active row, with no host sync."""
+        """Samples a token (B,) of each active row, at position `starts[b]`; without a host sync."""
         numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
         return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 

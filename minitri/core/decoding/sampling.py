@@ -57,7 +57,7 @@ def probs_of_rows(
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """One-hot distributions of the likeliest tokens; the lowest id wins a tie."""
+    """One-hot distributions (N, V) of the likeliest tokens by logits; the lowest id wins a tie."""
     best_N1, tokens_N1 = logits_NV.max(-1, keepdim=True)
     ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
     return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
@@ -113,7 +113,7 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def running_sums(numbers: Tensor) -> Tensor:
-    """Cumulative sums of the last dimension, float64; on a GPU by parts, to use all of it."""
+    """Cumulative sums of the last dimension, float64; on a GPU in parts, to use all its cores."""
     return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
 
 

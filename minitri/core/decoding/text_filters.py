@@ -47,7 +47,7 @@ class TextFilters:
         matcher: Matcher | None = None,
     ) -> None:
         """Makes the filters of `params` for the text after a prompt. They also forbid `bad_words`
-        (token ids), and `end_tokens` in the first `params.min_tokens` of the output."""
+        (ids), what `matcher` forbids, and `end_tokens` in the first `params.min_tokens` tokens."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params

@@ -182,7 +182,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) accepts x_1 .. x_i for the largest i with
     u_i < h_i = S_i / (S_i + 1 - w_i), h_n = w_n. w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1) is the
     probability to keep x_1 .. x_i, S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
-    recovered token comes. They prove it exact."""
+    recovered token comes. They prove it exact. `uniforms_BN` are as in `verify`."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:  # as for the first token of a text: no row has a guess
@@ -218,7 +218,7 @@ def _sample_next(
     num_accepted_B: Tensor,
     scale_B1: Tensor | float = 1.0,
 ) -> Verdict:
-    """Samples the token after accepted guesses: recovered (max(scale p - q, 0)), or bonus (p)."""
+    """The verdict, with each row's next token: recovered (max(scale p - q, 0)), or bonus (p)."""
     residual_BV = p_BNV[:, 0]
     if last := guesses.tokens_BN.shape[1]:
         rows = torch.arange(len(p_BNV), device=p_BNV.device)
