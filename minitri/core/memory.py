@@ -200,7 +200,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
 
 
 def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = None) -> FullCache:
-    """An empty full cache as `needs` says, partly in memory of `host`. Raises `InputError`."""
+    """An empty full cache for `needs`, if need be partly in `host` memory. Raises `InputError`."""
     L = target.config.num_layers
     shape = needs.shape
     device = target.device

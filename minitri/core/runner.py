@@ -63,7 +63,7 @@ class Passes:
         return hidden_BTE.take_along_dim(places_BN.clamp(max=T - 1).unsqueeze(2), 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
-        """Final hidden states (B, 1, E) after `tokens_B`; `packed_4B1`: positions and slots."""
+        """Final hidden states (B, 1, E) after `tokens_B`; `packed_4B1` has positions and slots."""
         # A drafter may lack the last tokens of the target's vocabulary.
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)

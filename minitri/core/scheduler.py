@@ -111,8 +111,8 @@ class Scheduler:
         return next(iter(self.unread))
 
     def reads_first(self, active: Sequence[bool]) -> bool:
-        """Whether prompts are left to read before any row starts or decodes: not if `is_open`, nor
-        if any `active[b]` and K and V are on the device; then chunks and steps alternate."""
+        """Whether unread prompts are read before any row starts or decodes. Not if `is_open`, or
+        a row decodes (`active[b]`) with K and V on the device: chunks and steps alternate then."""
         interleaves = self._is_open or (any(active) and not self._is_offloaded)
         return bool(self.unread) and not interleaves
 

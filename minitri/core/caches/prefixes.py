@@ -30,7 +30,7 @@ class PrefixCache:
     """Finds K and V of a prompt's first tokens in rows of a cache, a snapshot file, a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """`num_guarded`: first slots of an empty row of `full`, where other rows' passes write.
+        """Other rows' passes write to the first `num_guarded` slots of an empty row of `full`.
         Without `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
