@@ -111,7 +111,7 @@ def fault_of(error: BaseException, models: Models) -> FaultError | None:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """KV caches, model runners and captured graphs of a run."""
+    """KV caches, model runners and captured CUDA graphs of a run."""
 
     models: Models
     shape: MemoryShape  # of the run that allocated it; later runs need no more
@@ -288,7 +288,7 @@ class MemoryPool:
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
-        """Whether the `kept` memory and its captured graphs serve a run of the `new` shape."""
+        """Whether the `kept` memory and its CUDA graphs can serve a run of the `new` shape."""
         old = kept.shape.speculation
         is_greedy = new.sampling.temperature == 0
         return (

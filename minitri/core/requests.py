@@ -67,7 +67,7 @@ class End:
 
 @dataclass(frozen=True)
 class Idle:
-    """Event: an open run (`Engine.open`) has nothing to do until the next `submit`."""
+    """Event: a run of `Engine.open` has nothing to do until the next `submit`."""
 
 
 Completion = End  # result of `Engine.complete`

@@ -106,7 +106,7 @@ class PrefixCache:
         return num_tokens
 
     def publish(self, b: int, tokens: Tokens) -> None:
-        """Queues K and V of row b's prompt `tokens` for the store; not with a snapshot file."""
+        """Queues K, V of row b's prompt `tokens` for the store, unless a snapshot file is used."""
         if self.store and not self.snapshot:  # which another device may have computed
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 

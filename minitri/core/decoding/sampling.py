@@ -174,7 +174,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """Keys of noise at positions, int64; hash(seed + position) would repeat them at seed + 1."""
+    """Keys of Gumbel noise at positions, int64; hash(seed + position) would repeat at seed + 1."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 

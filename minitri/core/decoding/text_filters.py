@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
 
 class TextFilters:
-    """The text filters of one row, with counts of its committed tokens."""
+    """Bias, penalties, grammar and forbidden tokens of one row, with counts of its tokens."""
 
     def __init__(
         self,
