@@ -51,7 +51,7 @@ class Passes:
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of its N guesses.
-        `packed_4BT` is the block to read, of `pack_block`; `mask_TT`: what sees what in trees."""
+        `packed_4BT` of `pack_block`: ids, positions, slots, output places; `mask_TT`: of trees."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]
@@ -81,14 +81,14 @@ class Passes:
     def verify(
         self, packed_4BT: Tensor, numbers_BN: Tensor, guesses: Guesses, *, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Reads a block of `pack_block` with N guesses, which `rule` verifies by random numbers.
+        """Reads a block packed by `pack_block`; `rule` verifies N guesses in it by random numbers.
         Returns logits, distributions (B, N + 1, V), and the packed `Verdict` (B, 3 + N)."""
         logits_BNV = self.head(self.forward(packed_4BT, guesses.tokens_BN))
         probs_BNV = self.probs(logits_BNV)
         return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads a block of `pack_block`; then samples N tokens of each row, by one number for each.
+        """Reads a block packed by `pack_block`; then samples N tokens per row by random numbers.
         Returns the tokens (B, N) and the distributions (B, N, V) that they were sampled from."""
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])

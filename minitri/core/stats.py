@@ -27,7 +27,7 @@ class Clock:
         take(time.perf_counter() - started)
 
     def settle(self) -> None:
-        """Waits until the device is done and all seconds were given to their `take`."""
+        """Waits until the device has done all work, so that all seconds are known."""
 
 
 @dataclass
