@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields`: other fields, or fields of the two settings, by name. Raises `InputError`."""
+        """`fields`: other fields, or fields of `sampling` and `generation`. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:
@@ -187,7 +187,8 @@ def settings_of(
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of `settings` (sampling, ...) with new `values` by name. Raises `InputError`."""
+    """Copies of `settings` (sampling, then generation, speculation) with `values` by field name.
+    Raises `InputError` for a name or value that no field takes."""
     kinds = (SamplingParams, GenerationConfig, SpeculationConfig)
     for group, kind in zip(settings, kinds, strict=False):
         expect(group, kind)

@@ -293,7 +293,6 @@ class DraftRunner(ModelRunner):
         if any(self.text_filters) or not (is_captured or is_one_call):
             return super().draft(sequences, active, N, source)
         starts = [len(sequence) for sequence in sequences]
-        # N numbers a row: for N - 1 guesses and the token after them.
         numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
         fresh = self.unread(sequences, active)
         if self.graphs:

@@ -19,7 +19,7 @@ class StreamingCache(Cache):
     """KV cache of sinks and recent tokens of B rows: keys, unrotated and rotated, and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """An empty cache, its size by `speculation`: `InputError` if beyond the model's context."""
+        """An empty cache sized by `speculation`. Raises `InputError` beyond the model's context."""
         config = model.config
         slots = speculation.window_slots
         if slots > config.context_length:
