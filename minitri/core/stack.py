@@ -74,7 +74,7 @@ class Stack:
             self._capture(memory.graphs)
 
     def _capture(self, graphs: GraphPool) -> None:
-        """Captures all passes and verifications in `graphs`, unless an earlier run has done so."""
+        """Captures all passes and verdicts as CUDA graphs, unless an earlier run has done so."""
         rule = self.source.rule
         self.source.run_rule = functools.partial(graphs.run, rule)
         graphs.is_capturing = rule not in graphs.rules

@@ -22,7 +22,7 @@ class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, name: str, meter: Meter) -> None:
-        """`name`: draft, retrieval, target. Adds its counts to `meter.stats`, lowest stage first."""
+        """`name`: draft, retrieval, target. `meter.stats` gets its counts: make the lowest first."""
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)
