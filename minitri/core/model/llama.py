@@ -221,7 +221,7 @@ class Attention(nn.Module):
         if self.rotates:
             rotated = shared.rotary.rotate(rotated)
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
-        # Before `update`, in which a cache may already select chunks by these queries.
+        # Before `update`, in which an offloaded cache selects chunks by these queries.
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD

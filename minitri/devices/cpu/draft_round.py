@@ -33,8 +33,8 @@ class DraftRound:
         self._weights = RoundArguments(norm=model.norm.weight)
         head = model.lm_head
         if isinstance(head, TrimmedHead):
-            ids_N = head.token_ids
-            self._weights.ids = torch.stack((ids_N, ids_N.sort().values))
+            ids = head.token_ids  # by output
+            self._weights.ids = torch.stack((ids, ids.sort().values))
             head = head.linear
         table = lender.lm_head if isinstance(lender.lm_head, TiedHead) else lender.embed_tokens
         self._weights.fill(head=matrix_of(head), table=matrix_of(table))

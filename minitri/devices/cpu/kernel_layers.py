@@ -296,7 +296,7 @@ def quantized_copy(model: Llama) -> Llama:
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gate, up: whole each
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gate, up: each whole
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits, layer.kernels.repack)

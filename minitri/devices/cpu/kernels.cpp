@@ -158,7 +158,7 @@ struct RoundArguments {
     const float *cos, *sin;           // (S, D), of all slots
     const void* norm;                 // (E)
     Matrix table, head;               // embeddings; LM head
-    const int64_t* ids;  // (2, N): tokens of a partial head's outputs, and sorted; or null
+    const int64_t* ids;  // (2, head.N): tokens of a partial head, and sorted; or null
     const FilterArguments* filters;  // (B), without pointers
     const double* uniforms;          // (B, N)
     int64_t* tokens;                 // (B, N)

@@ -85,7 +85,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention by a kernel, row-invariant; `is_short`: keys in pieces, other bits."""
+        """Row-invariant attention by a kernel; `is_short` (tests): in pieces, as in short passes."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape
