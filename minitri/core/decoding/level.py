@@ -67,7 +67,7 @@ class Level(Stage):
 
     def __init__(self, name: str, meter: Meter, runner: ModelRunner, source: RandomSource) -> None:
         super().__init__(name, meter)
-        self.runner = runner
+        self.runner = runner  # the draft model's is a `DraftRunner`
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:

@@ -48,7 +48,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; `devices/` (on a CPU `use_kernels`) sets it at loading."""
+    """How a model is computed; `devices/` (on a CPU `kernel_layers.py`) sets it at loading."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a step

@@ -291,7 +291,7 @@ def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
 
     The LM head has 8 bits: so 99 % of the copy's likeliest tokens are SmolLM2's, with 4 bits 79 %.
-    Layers of at most 6 bits stay: a copy would share no memory, and save a third of its bytes.
+    Layers of at most 6 bits stay: 4 bits would save at most a third, and share no memory.
     """
 
     def quantized(layer: KernelLinear) -> KernelLinear:

@@ -85,7 +85,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Row-invariant attention by a kernel; `is_short` (tests): in pieces, as in short passes."""
+        """Row-invariant attention by a kernel; `is_short` (tests): in pieces, as short passes."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape
@@ -198,7 +198,7 @@ class Kernels:
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
         """Runs a C++ kernel; `option`: a `Form` or flag. Raises `MemoryError`, `RuntimeError`."""
-        function = getattr(self.library, f"minitri_{kernel}")
+        function = getattr(self.library, f"minitri_{kernel}")  # by a KERNEL line of kernels.cpp
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
