@@ -22,7 +22,8 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with replaced modules; its `num_bytes` counts weights it does not share."""
+    """A copy of a model, its modules replaced as by `replace_modules`.
+    Its `num_bytes` counts only weights that it does not share with the model."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

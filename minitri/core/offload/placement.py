@@ -49,7 +49,7 @@ class Demand:
 
     @property
     def drafter(self) -> ModelConfig | None:
-        """The draft model, if any plan uses one."""
+        """Config of the draft model if any plan of a step uses it, else None."""
         return self.draft if self.shape.uses_drafter else None
 
     @property
@@ -106,7 +106,7 @@ class Demand:
         return num_bytes
 
     def _activations(self, num_read: int, bytes_per_logit: int) -> int:
-        """Estimated bytes of the activations of decoding, or of a pass over more tokens."""
+        """Estimated bytes of a pass over `num_read` tokens, but at least a decoding step's."""
         config = self.config
         num_tokens = self.shape.num_rows * self.shape.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads

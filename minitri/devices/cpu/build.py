@@ -35,7 +35,7 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the library of SOURCE; compiles it if there is none. Raises `OSError`, `InputError`."""
+    """Loads the library of SOURCE, or compiles that (C++). Raises `OSError`, `InputError`."""
     for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))
@@ -83,7 +83,8 @@ def candidates() -> Iterator[Path]:
 
 
 def wheel_name(level: str = "*", compiler: str = "*") -> str:
-    """File name of a wheel's library; `level` is of LEVELS. By default a pattern of all names."""
+    """File name of a wheel's library: `level` is a key of LEVELS, `compiler` a name with a version.
+    By default a pattern that matches all such names."""
     return f"{SOURCE.stem}-{level}-{_digest()}-{compiler}.so"
 
 

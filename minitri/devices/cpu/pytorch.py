@@ -3,7 +3,6 @@
 Without compiled kernels, flash attention computes prefix and block apart, merged by log-sum-exp,
 with the query heads of a KV head and all tokens as rows of one matrix; and oneDNN reads weights in
 its own layout, up to twice as fast. With compiled kernels, PyTorch may still multiply many rows.
-
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R rows,
 E in_features, N out_features.
 """
@@ -31,7 +30,8 @@ def attend_cpu(
     mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """Attention of new tokens to cached ones and each other by PyTorch's flash kernel on a CPU."""
+    """Attention, (B, T, H, D), by PyTorch's flash kernel on a CPU. Row b's queries see its first
+    `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     prefix = min(prefix_lengths)
     if prefix < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)

@@ -3,7 +3,6 @@
 Numbers of neighbouring slots are neighbours in memory, so that kernels need not transpose.
 `Tiles` is indexed like a tensor (..., S, D), but not along D; an ellipsis can only come first.
 Reading slots copies.
-
 Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
 """
 
@@ -31,7 +30,6 @@ class Tiles:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape (..., S, D) of the keys or values."""
         *rows, N, U, P = self.units.shape
         return torch.Size([*rows, N * P, U * self.pair])
 
