@@ -22,7 +22,7 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model, its modules replaced as by `replace_modules`.
+    """A copy of a model: a module whose type has a factory becomes the factory's result.
     Its `num_bytes` counts only weights that it does not share with the model."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed

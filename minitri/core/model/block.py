@@ -18,14 +18,14 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Reads a token list per row, K and V into `cache`; returns final hidden states (B, T, E).
+    """Runs the model on a token list per row after those in `cache`: hidden states (B, T, E).
     `queries_LBTHD` gets rotated queries; with `is_prompt` bits do not depend on block lengths."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
-    """A `Block` on the model's device: one token list per row, padded, that follows `cache`."""
+    """A `Block` on the model's device: one token list per row, padded, after those in `cache`."""
     packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
@@ -42,7 +42,7 @@ def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths: list[int] | None = None
 ) -> Tensor:
     """Packs a token list per row, padded to T = `size`, into one tensor (4, B, T) on the host.
-    It has token ids, positions, slots, and where outputs are read: from a row's last token on.
+    The 4: token ids, positions, slots, and indices of outputs, from each row's last token on.
     Token i has position `depths[i]` after the cached ones; by default i, as in a chain."""
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     last = model.config.vocab_size - 1

@@ -79,7 +79,7 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> KV:
-        """Writes new K and V after each row's prefix; returns the layer's, each (B, K, S, D)."""
+        """Writes new K and V after each row's prefix; returns a layer's K and V (B, K, S, D)."""
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:

@@ -51,11 +51,11 @@ class Execution:
     """How a model is computed, as `devices/` chooses at loading; the defaults are plain PyTorch."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # of a decoding step
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # of reading a prompt
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around a decoding step
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # faster equals of rules, by rule
-    draft_round: "Round | None" = None  # a draft model's round in one call
+    draft_round: "Round | None" = None  # guesses N tokens in one call, see `Round`
     is_narrow: bool = False  # a CPU without AVX-512, see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # describes kernels, processor and threads, or the device

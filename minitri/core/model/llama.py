@@ -108,7 +108,7 @@ class Llama(nn.Module):
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
 
     def windowed(self, shared: "Pass") -> "Pass":
-        """A copy with `in_windows` for layers with a sliding window; `shared` if there are none."""
+        """`shared` with `in_windows` set for layers with a sliding window, if the model has any."""
         if not (size := self.config.window):
             return shared
         block, reach = shared.block, shared.cache.capacity
@@ -136,7 +136,7 @@ class Llama(nn.Module):
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
-    """Token ids (EMBEDDING_SAMPLE,), evenly spread, whose embeddings show a drafter's target."""
+    """Token ids (EMBEDDING_SAMPLE,), evenly spread, to tell a drafter's target by embeddings."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 

@@ -73,7 +73,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """How much (D/2,) of each plain frequency YaRN keeps, the rest being interpolated: 1 to 0."""
+    """Share (D/2,) of each frequency that YaRN does not interpolate: 1, then a ramp, then 0."""
     assert config.original_context
     turns = (config.beta_fast, config.beta_slow)  # in original_context, of the ramp's two ends
     logs = (math.log(config.original_context / (times * 2 * math.pi)) for times in turns)

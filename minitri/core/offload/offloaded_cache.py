@@ -109,7 +109,8 @@ class OffloadedFullCache(FullCache):
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
-        """Queues copies of row b's first `ends[b]` tokens to the layer's buffer; returns that."""
+        """Queues copies of K and V of row b's first `ends[b]` tokens from the host to the staging
+        buffer of a layer, but for those that are there; returns the buffer."""
         hosted = layer - self.on_chip
         buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:

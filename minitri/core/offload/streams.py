@@ -80,7 +80,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor until `borrower` is freed: the kept block if large enough."""
+        """Lends an uninitialised tensor until `borrower` is freed: the kept block if that fits."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()

@@ -19,7 +19,7 @@ def layout(**names: str) -> list[tuple[str, Any]]:
 
 
 class Struct(ctypes.Structure):
-    """Base class of argument structs: a field set to a tensor gets its address; no new fields."""
+    """Base class of argument structs: fields take tensors' addresses; others raise an error."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         getattr(self, name)
@@ -71,7 +71,7 @@ class FilterArguments(Struct):
 
 
 class VerifyArguments(Struct):
-    """Arguments of the C++ kernel that tests up to N guesses of B rows by `verify[_block]`."""
+    """Arguments of the C++ kernel that tests guesses (B, N) by `verify` or `verify_block`."""
 
     _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
 

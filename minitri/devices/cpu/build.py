@@ -35,7 +35,7 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the library of SOURCE, or compiles that (C++). Raises `OSError`, `InputError`."""
+    """Loads the compiled CPU kernels, or builds them first. Raises `OSError`, `InputError`."""
     for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))

@@ -99,7 +99,7 @@ class KernelParts(nn.ModuleDict):
 
 
 class KernelHead(KernelLinear):
-    """LM head, computed by a compiled kernel of its own if the block is short."""
+    """LM head with float32 logits; the kernel for few rows computes it for short blocks."""
 
     is_wide = True  # logits are float32
 
@@ -242,10 +242,10 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 
 
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
-    """Replaces linear layers by empty quantized ones for the quantized matrices of a file, `stored`
-    by name and shape. Returns uint8 tensors to fill, by the file's names. `places` has the plain
-    weights that these names would fill. If q, k and v differ in format, the fused layer becomes
-    three; another fused layer stays plain unless its parts have one format, or one matrix."""
+    """Replaces linear layers by empty quantized ones, for a file's matrices in `stored`: (name,
+    shape) to `Form`. Returns uint8 tensors to fill, by name; `places` has, by name, the plain
+    weights of these layers. If q, k and v differ in format, the fused layer becomes three;
+    another stays plain unless its parts have one format, or are one matrix in the file."""
     names_at: dict[int, list[str]] = {}  # by memory: a fused layer's parts have other names than it
     for name, place in places.items():
         names_at.setdefault(place.untyped_storage().data_ptr(), []).append(name)

@@ -156,8 +156,8 @@ class Kernels:
     def repack(
         self, blocks_NX: np.ndarray, form: int, rows_R: Tensor, place_RX: Tensor, E: int
     ) -> None:
-        """Converts rows `rows_R` of a GGUF file's quantized matrix, whose bytes are `blocks_NX`, to
-        the layout of `quantized.py`, E weights a row, of the same `Form`; writes `place_RX`."""
+        """Converts rows `rows_R` of a GGUF file's matrix, with bytes `blocks_NX` and E columns, to
+        the kernels' layout, in `place_RX`. `form` is the number of the matrix's `Form`."""
         N, row_bytes = blocks_NX.shape
         require(
             is_matrix(place_RX, len(rows_R), E, form),
@@ -171,7 +171,7 @@ class Kernels:
         self.call("repack", arguments, torch.float32, form)
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
-        """Distributions (N, V) of float32 logits: `probs_from_logits`, but for last bits."""
+        """Distributions (N, V) of float32 logits: `probs_from_logits` up to last bits."""
         require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
@@ -199,7 +199,8 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs a C++ kernel; `option`: a `Form` or flag. Raises `MemoryError`, `RuntimeError`."""
+        """Runs the C++ kernel minitri_`kernel` on numbers of `dtype`; `option`: a `Form` or a flag.
+        Raises `MemoryError` or `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:

@@ -112,9 +112,9 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """How many rows to multiply with a (N, E) matrix at a time, for row-invariant products.
-    None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order, so K
-    and V would depend on a prompt's chunks: a test with random numbers finds whether it does."""
+    """How many rows PyTorch multiplies with a (N, E) matrix at a time, so that a row's bits do not
+    depend on the others; None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in
+    another order; a test with random numbers finds whether it does, for each `num_threads`."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
     many = F.linear(x, weight)

@@ -18,9 +18,9 @@ COLUMNS = 32  # a head dim in tiles must be a multiple of this
 
 @dataclass(eq=False)
 class Tiles:
-    """Keys or values (..., S, D) of a KV cache, stored in tiles."""
+    """Keys or values (..., S, D) of a KV cache in N tiles of P slots, each tile transposed."""
 
-    units: Tensor  # (..., N, U, P), contiguous in the last two axes
+    units: Tensor  # (..., N, U, P): U numbers, or pairs of numbers, of each slot
     dtype: torch.dtype  # of the numbers
 
     @property
@@ -85,7 +85,7 @@ class Tiles:
 
 
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:
-    """Empty keys and values (..., S, D) in tiles; vector lanes multiply `pair` numbers (1 or 2)."""
+    """Empty keys and values (..., S, D) in tiles, for vector lanes that multiply `pair` numbers."""
     *rows, S, D = shape
     keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
     values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)

@@ -82,7 +82,7 @@ def fuse_if_possible(model: Llama) -> Llama:
 
 @torch.inference_mode()
 def check_kernels(model: Llama) -> None:
-    """Raises an error if a kernel cannot be compiled, or differs from its plain function."""
+    """Raises an error if a kernel cannot be compiled for a model, or differs from plain PyTorch."""
     tolerance = TOLERANCES[model.dtype]
     generator = torch.Generator().manual_seed(0)
     for M in (1, 3):
