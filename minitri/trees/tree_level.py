@@ -149,7 +149,7 @@ class TreeLevel(Level):
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
         """Draws `num_children` tokens from the distribution at `place` of `output`'s row b, without
-        replacement; at temperature 0 the likeliest; with a coupled source those of the highest
+        replacement; at temperature 0 the likeliest; of a `CoupledSource` those of the highest
         scores log p + Gumbel noise at their `position` in the text."""
         probs_V = output.probs_BNV[b, place]
         if self.runner.sampling[b].temperature == 0:

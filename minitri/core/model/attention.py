@@ -72,7 +72,7 @@ class Window:
         self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
         """A query sees `size` tokens up to itself; at most `reach` tokens precede the T new ones.
-        `slots_BN`: the slots, of `num_slots` in a row, of all tokens seen, the T new ones last."""
+        `slots_BN`: slots, modulo `num_slots`, of all tokens that are seen, the T new ones last."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text

@@ -41,8 +41,8 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths: list[int] | None = None
 ) -> Tensor:
-    """Packs a token list per row, padded to T = `size`, into one tensor (4, B, T) on the host.
-    The 4: token ids, positions, slots, and indices of outputs, from each row's last token on.
+    """Packs a token list per row, padded to T = `size`, into one tensor (4, B, T) on the host:
+    token ids, positions, cache slots, and, for outputs, indices from each row's last token on.
     Token i has position `depths[i]` after the cached ones; by default i, as in a chain."""
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     last = model.config.vocab_size - 1

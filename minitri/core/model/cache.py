@@ -19,7 +19,7 @@ KV = tuple[Tensor, Tensor]  # keys and values
 
 
 def plain_slots(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KV:
-    """Allocates uninitialised keys and values: two tensors of the same shape."""
+    """Allocates uninitialised keys and values: two tensors of this `shape`, (..., S, D)."""
     keys = torch.empty(shape, dtype=dtype, device=device)
     return keys, torch.empty_like(keys)
 
@@ -79,7 +79,7 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> KV:
-        """Writes new K and V after each row's prefix; returns a layer's K and V (B, K, S, D)."""
+        """Writes K and V after each row's prefix; returns the layer's keys, values (B, K, S, D)."""
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:

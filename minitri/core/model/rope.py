@@ -24,7 +24,7 @@ class Rotary:
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotates every head of the input; returns the same shape and dtype.
-        Dimension i pairs with i + D/2: swapped halves, signed sines give x cos + (-x2, x1) sin."""
+        Dimension i pairs with i + D/2: x cos + (-x2, x1) sin, x1 and x2 being the halves of x."""
         x = x_BTHD.float()
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)

@@ -23,7 +23,7 @@ class CopyStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Context in which work is queued on the copy stream, after all work queued before."""
+        """Context in which work is queued on the copy stream, after all of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
@@ -80,7 +80,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Lends an uninitialised tensor until `borrower` is freed: the kept block if that fits."""
+        """Lends an uninitialised tensor until `borrower` is freed; reuses memory freed before."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()

@@ -19,7 +19,7 @@ def layout(**names: str) -> list[tuple[str, Any]]:
 
 
 class Struct(ctypes.Structure):
-    """Base class of argument structs: fields take tensors' addresses; others raise an error."""
+    """Base class of argument structs: of tensors the address is set; unknown names raise errors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         getattr(self, name)

@@ -55,7 +55,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def has_kernels() -> bool:
-    """Whether there are CPU kernels, or a compiler that could build them."""
+    """Whether compiled CPU kernels are found, or a compiler that could build them."""
     with suppress(OSError):
         return any(candidates()) or bool(_compiler())
     return False
@@ -70,7 +70,7 @@ def let_threads_sleep() -> None:
 
 
 def candidates() -> Iterator[Path]:
-    """Paths of libraries that this processor can run, best first: a wheel's, then the built one."""
+    """Paths of kernel libraries for this processor, best first: a wheel's, then one built here."""
     wanted = os.environ.get("MINITRI_KERNELS", "")
     if CPUINFO.exists() and not os.environ.get("CXX"):
         found = {file.name.split("-")[1]: file for file in SOURCE.parent.glob(wheel_name())}

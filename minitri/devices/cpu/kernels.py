@@ -53,7 +53,7 @@ class Kernels:
 
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels, not PyTorch, multiply many rows of a dtype with weights of this `Form`.
-        PyTorch does in bfloat16 on processors that multiply it: plain weights, or all with AMX."""
+        In bfloat16, where the processor multiplies it, PyTorch does: plain weights, with AMX all."""
         return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
@@ -64,7 +64,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def threads(self, count: int | None = None) -> Iterator[None]:
-        """Context, for one thread at a time, in which PyTorch uses `count` threads, all by default.
+        """Context, held by one caller at a time, in which PyTorch uses `count` threads, or all.
         Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
         with self._one_at_a_time:
             torch.set_num_threads(count or self.num_threads)
@@ -105,7 +105,7 @@ class Kernels:
         lengths: list[int],
         mask_TT: Tensor | None = None,
     ) -> None:
-        """Sets fields of a kernel's arguments about a cache and the block x (B, T, ...).
+        """Sets fields of a kernel's arguments about a cache and the T new tokens' x (B, T, ...).
         `slots`: keys, values, perhaps keys before RoPE; `lengths`: cached tokens of each row."""
         keys = slots[0]
         B, T = x.shape[:2]
@@ -141,7 +141,7 @@ class Kernels:
         dtype: torch.dtype,
         rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Dequantizes a matrix in `form`, through float32, to (N, E), or only its rows `rows_R`."""
+        """Dequantizes a matrix of `Form` `form`, through float32: (N, E), or its rows `rows_R`."""
         require(
             is_matrix(packed_NX, N, E, form) and (rows_R is None or are_rows(rows_R, N)),
             tensors=(packed_NX, rows_R),

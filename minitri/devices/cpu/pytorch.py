@@ -65,7 +65,7 @@ class PackedLinear(Linear):
 
 
 class PackedTiedHead(TiedHead):
-    """Tied LM head that multiplies with a packed copy of the embedding table."""
+    """LM head tied to the embedding table, multiplying with a copy of that in oneDNN's layout."""
 
     def __init__(self, plain: TiedHead) -> None:
         super().__init__(plain.weight)

@@ -35,7 +35,7 @@ class Form(IntEnum):
 
 
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
-    """Shape (N, X) in bytes of a quantized matrix in `form`, its rows padded to whole panels."""
+    """Shape (N, X) in bytes of a matrix in the `Form` `form`, its rows padded to whole panels."""
     G = in_features // GROUP
     form = Form(form)
     num_halves = -(-G // 8) if form.is_nested else G

@@ -25,7 +25,7 @@ class Tiles:
 
     @property
     def pair(self) -> int:
-        """Numbers in a unit: 1, or 2 in keys of which a vector lane multiplies 2 at once."""
+        """Numbers in a unit: 2 in keys whose numbers vector lanes multiply in pairs, else 1."""
         return self.units.itemsize // self.dtype.itemsize
 
     @property

@@ -60,7 +60,7 @@ def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
-    """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
+    """A copy of a model: linear layers in 4 or 8 bits, the LM head in 8. Raises `InputError`."""
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if problem := problem_with(lambda: check_kernel(model, bits)):
         raise InputError(f"{wanted} ({problem})", "leave it out")

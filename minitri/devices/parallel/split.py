@@ -66,7 +66,7 @@ class Summed(nn.Module):
 
 
 def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's share of a checkpoint's tensor `name`: rows; of COLUMNS columns; of norms all."""
+    """This rank's share of a checkpoint's tensor `name`: some rows or columns; norms are whole."""
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
     if ranks.count == 1 or tensor.dim() != 2 - is_bias:
