@@ -116,7 +116,7 @@ def _digest(*others: str) -> str:
 
 
 def architecture() -> str:
-    """A compiler's name of the instruction set to use, by MINITRI_KERNELS. Raises `InputError`."""
+    """A compiler's name of the instruction set that $MINITRI_KERNELS wants. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
         got = f"MINITRI_KERNELS is {shorten(name, 20)}"
