@@ -171,7 +171,7 @@ class Kernels:
         self.call("repack", arguments, torch.float32, form)
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
-        """Distributions (N, V) of float32 logits: `probs_from_logits` up to last bits."""
+        """Distributions (N, V) of float32 logits after temperature, top-k, top-p and min-p."""
         require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)

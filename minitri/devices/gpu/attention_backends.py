@@ -67,8 +67,8 @@ def attend_flash(
     lengths_B: Tensor,
     mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: attention (B, T, H, D) by `kernel`, which is flash_attn_with_kvcache; with
-    a mask by `attend_tree`. Row b has `lengths_B[b]` slots of a prefix, then the T new ones."""
+    """The `flash` backend: attention (B, T, H, D) by `kernel`, flash_attn_with_kvcache; with masks
+    by `attend_tree`. Row b's first `lengths_B[b]` slots are its prefix, the next T the block."""
     if mask_TT is not None:
         return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
