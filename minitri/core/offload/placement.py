@@ -132,7 +132,7 @@ class Demand:
 
 
 def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
-    """Most layers, of allowed numbers, whose KV cache fits on the device. Raises `InputError`."""
+    """Largest allowed number of layers whose KV cache fits on the device. Raises `InputError`."""
     choices = needs.placements
     room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE
     here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])

@@ -23,7 +23,7 @@ class CopyStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Context in which work is queued on the copy stream, after all of the current stream."""
+        """Context in which work is queued on the copy stream, after all of the current stream's."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield

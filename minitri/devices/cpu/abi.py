@@ -106,7 +106,8 @@ class PassArguments(AttentionArguments):
 
 
 class RoundArguments(Struct):
-    """Arguments of the C++ kernel that reads a block and drafts N tokens; probs: (B, N, width)."""
+    """Arguments of the C++ kernel that reads `num_read` tokens of each row of `block` by the pass
+    `first`, and samples N `tokens` by `filters` and `uniforms` from `probs` (B, N, width)."""
 
     _fields_ = [
         ("first", PassArguments),

@@ -49,7 +49,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Makes a layer with the bias of `like`, and its weights or `packed_NX` in `form`."""
+        """With the bias of `like`, and its weights, or quantized ones: `packed_NX` in `form`."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features

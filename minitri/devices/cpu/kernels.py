@@ -85,8 +85,8 @@ class Kernels:
         is_short: bool = False,
     ) -> Tensor:
         """Attention (B, T, H, D) of row b's queries to its first `prefix_lengths[b]` slots and, of
-        the T after them, those in `mask_TT` (None: causal). A row's bits do not depend on
-        others, but on `is_short`: with it the keys are summed in pieces, as for short blocks."""
+        the T after them, those in `mask_TT` (None: causal). A row's bits do not depend on other
+        rows, but on `is_short`, with which slots are summed in pieces, as for short blocks."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape

@@ -86,8 +86,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Puts the plain linear layers of a model into oneDNN's layout, one by one: so few weights are
-    in memory twice."""
+    """Puts a model's plain linear layers into oneDNN's layout, one by one: memory may be short."""
     packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
         if pack := packed.get(type(layer)):

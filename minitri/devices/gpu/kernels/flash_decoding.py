@@ -109,7 +109,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_mask: bool) -> dict[str, int]:
-    """Keywords of `attend_piece` for `num_rows` rows of queries: tile sizes, which fit all GPUs.
+    """Keywords of `attend_piece` for `num_rows` rows of queries: tile sizes for all supported GPUs.
     Registers suffice, in float32 and with masks, too, as does shared memory of 99 KiB."""
     is_wide = dtype == torch.float32
     most = MAX_ROWS // 2 if is_wide or has_mask else MAX_ROWS
