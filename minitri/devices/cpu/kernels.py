@@ -53,7 +53,7 @@ class Kernels:
 
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels, not PyTorch, multiply many rows of a dtype with weights of this `Form`.
-        In bfloat16, if the processor multiplies that, PyTorch does: plain weights, with AMX all."""
+        False in bfloat16 if the CPU multiplies that, and weights are plain or the CPU has AMX."""
         return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
