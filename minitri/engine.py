@@ -219,7 +219,7 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        # CUDA graphs have one request's filters, a sampled one's if any: greedy rows use any.
+        # CUDA graphs have one request's filters, a sampled one's if any is; greedy rows fit all.
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)

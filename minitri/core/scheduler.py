@@ -35,7 +35,7 @@ class Scheduler:
         self.unread: dict[int, int] = {}
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
         self.latest_admissions: dict[str, tuple[int, int]] = {}
-        """By client: the number of its latest admission among all clients', and its admissions."""
+        """By client: when it was last admitted, counted over all clients, and how often it was."""
         self._num_rows = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open

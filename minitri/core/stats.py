@@ -36,7 +36,7 @@ class LevelStats:
 
     __repr__ = brief
     name: str  # draft, retrieval or target
-    num_rounds: int = 0  # verdicts on a row; of a draft model that guesses, passes times rows
+    num_rounds: int = 0  # verdicts, one per row; of a draft model that guesses, passes times rows
     num_draft_tokens: int = 0  # guesses of the stage below
     num_tested_tokens: int = 0  # guesses up to and with the first rejected one
     num_accepted_tokens: int = 0  # guesses before the first rejected one

@@ -80,7 +80,7 @@ class OpenModel:
             config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             config = stretch_rope(config, choice.rope_scaling)
-        self.tokenizer: Tokenizer | None = None  # None: a drafter on its target's table
+        self.tokenizer: Tokenizer | None = None  # None: a drafter without embeddings
         if config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)

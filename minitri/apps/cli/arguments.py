@@ -30,8 +30,8 @@ Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
 """By key: `flags` that are no fields; `short` names; `topics`; flags of `programs` by heading;
-their `defaults`; full `titles`; `exclusive` headings, for one flag only; more `arguments` of a
-program; what a flag `needs`; flags `unused` by a method; `rare` ones, in --help-all alone."""
+their `defaults`; full `titles`; `exclusive` headings, for one flag only; more `arguments` by
+heading or program; what a flag `needs`; flags `unused` by a method; `rare` ones: --help-all."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
@@ -106,7 +106,7 @@ class OneLineParser(ArgumentParser):
         return group
 
     def in_flags(self, error: InputError) -> str:
-        """An error's message with settings spelled as flags, less remedies that no flag has."""
+        """An error's message with settings spelled as flags, without remedies that have no flag."""
         flags = {flag[2:].replace("-", "_"): flag for flag in self._option_string_actions}
 
         def spelled(match: re.Match[str]) -> str:
@@ -217,7 +217,7 @@ def field_texts(settings: type) -> dict[str, str]:
 def taken(
     settings: type[Settings], args: Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings of a class, or else `base`, changed by flags and `others`. Raises `InputError`."""
+    """`base`, or else a class's defaults, changed by flags and `others`. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 

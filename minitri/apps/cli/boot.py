@@ -97,7 +97,7 @@ def start_run(
         generation=taken(GenerationConfig, args),  # only fields of runs count here
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # of --load-kv; the run has earlier texts
+        if held := engine.held_tokens:  # of --load-kv: the run took all others
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run

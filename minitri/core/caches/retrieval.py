@@ -103,7 +103,7 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Called in a pass of the target with a layer's K and V: rebuilds the layer in due rows."""
+        """Rebuilds a layer of due rows from its K and V; an offloaded cache's `update` calls it."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)
@@ -156,7 +156,7 @@ class RetrievalCache(Cache):
         """Whether to rebuild the row, from the first `num_tokens` tokens of the text."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        is_used = row.num_committed > row.built_at  # never built, or in a step since
+        is_used = row.num_committed > row.built_at  # never built, or used since
         is_needed = self.is_wanted and is_used and num_tokens > row.budget
         return is_needed and (is_old or is_worn)
 

@@ -22,10 +22,10 @@ class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, name: str, meter: Meter) -> None:
-        """`name`: draft, retrieval, target. `meter.stats` gets its counts: make the lowest first."""
+        """`name`: draft, retrieval or target. Adds its counts to the list `meter.stats.stages`."""
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
-        meter.stats.stages.append(self.stats)
+        meter.stats.stages.append(self.stats)  # so the lowest stage is made first
         self.gamma = 1  # tokens to propose, which a last round may exceed; the target proposes none
         self.below: Stage | None = None  # stage that guesses; `Cascade` sets this and `gamma`
         self._meter = meter
@@ -67,7 +67,7 @@ class Level(Stage):
 
     def __init__(self, name: str, meter: Meter, runner: ModelRunner, source: RandomSource) -> None:
         super().__init__(name, meter)
-        self.runner = runner
+        self.runner = runner  # the draft model's is a `DraftRunner`
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:

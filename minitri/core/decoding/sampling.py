@@ -96,7 +96,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
         best = scores_NV.sort(descending=True).values if is_all else scores_NV.topk(size).values
         probs = (best - log_totals_N1).exp()
         before = running_sums(probs) - probs  # mass of the likelier tokens
-        is_kept = (before < top_p) | (top_p >= 1)  # rounding apart, all are
+        is_kept = (before < top_p) | (top_p >= 1)  # at top_p 1 all are, but for rounding
         num_kept_N1 = is_kept.sum(-1, keepdim=True).clamp_min(1)
         if is_all or (num_kept_N1 < size).all():
             break
