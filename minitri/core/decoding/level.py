@@ -71,7 +71,7 @@ class Level(Stage):
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Proposes at least `gamma` tokens after active rows' sequences, verified in rounds."""
+        """Proposes `gamma` or more tokens after active rows' sequences, own or verified."""
         if not self.below:
             return self._draft(sequences, active)
         probs: list[list[Tensor]] = [[] for _ in sequences]
