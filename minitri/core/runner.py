@@ -275,7 +275,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: refills the windows of active rows that lack over a block; slides all."""
+        """Slides windows before a step; refills those of active rows that lack over a block."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
