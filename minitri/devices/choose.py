@@ -43,16 +43,15 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
     raise InputError(f"device={name!r} is not there ({seen}); use device=cpu{others}")
 
 
-def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device, *, has_kernels: bool = False) -> torch.dtype:
     """The dtype `name`. auto: on a GPU bfloat16, before compute capability 8.0 float16; on a CPU
-    bfloat16 if oneDNN has it or kernels read weights stored so (`is_in_bfloat16`), else float32."""
+    bfloat16 if the compiled kernels (`has_kernels`) or oneDNN compute in it, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         is_new = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if is_new else torch.float16
-    can_read = is_in_bfloat16 or can_pack(torch.bfloat16, device)
-    return torch.bfloat16 if can_read else torch.float32
+    return torch.bfloat16 if has_kernels or can_pack(torch.bfloat16, device) else torch.float32
 
 
 def attention_for(

@@ -35,10 +35,6 @@ class Folder:
         eos = self.generation_config.get("eos_token_id")
         return read_config(self._settings | ({} if eos is None else {"eos_token_id": eos}), name)
 
-    def is_in_bfloat16(self) -> bool:
-        """Whether the config says that the weights are stored in bfloat16."""
-        return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
-
     @cached_property
     def files(self) -> dict[Path, int]:
         """Paths of the files of weights, with the times of their last change (`times_of`)."""

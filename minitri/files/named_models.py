@@ -23,7 +23,7 @@ class ModelChoice:
     model: str = DEFAULT_MODEL
     """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
     dtype: str = one_of("auto", "auto", *DTYPES)
-    """Number type of weights and KV cache. Default: what is fast here."""
+    """Number type of weights and KV cache. Default: what is fast here, mostly bfloat16."""
     attention: str = one_of("auto", "auto", *BACKENDS)
     """Backend for short blocks on a GPU. Default: triton, or math where triton fails."""
     weights: str = one_of("auto", "auto", "native", "dense")

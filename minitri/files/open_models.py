@@ -72,8 +72,7 @@ class OpenModel:
         self.checkpoint = open_checkpoint(located.path)
         config = self.checkpoint.config(located.name)
         kernels = kernels_for(device, config) if ranks.count == 1 else None
-        is_in_bfloat16 = bool(kernels) and self.checkpoint.is_in_bfloat16()
-        self._dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
+        self._dtype = choose_dtype(choice.dtype, device, has_kernels=kernels is not None)
         self.choice = replace(choice, dtype=str(self._dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
             # By the table, as the config.json of some named models states another length.

@@ -136,10 +136,6 @@ class GgufFile:
             if len(stored.shape) == 2
         )
 
-    def is_in_bfloat16(self) -> bool:
-        """Whether all matrices are stored in bfloat16."""
-        return {it.type.name for it in self._tensors.values() if len(it.shape) == 2} == {"BF16"}
-
     def tensors(
         self, config: ModelConfig, packed: Mapping[str, Tensor], kernels: Kernels | None
     ) -> NamedTensors:
