@@ -4,8 +4,7 @@ A block is a snapshot of `BLOCK` tokens of a text. Its name is a digest of all f
 bits depend, with all earlier tokens, and of the text's owner. Links and special files in the place
 of a block are refused. Errors are logged, and prompts are then read as without a store. Everybody
 who can write to the folder is trusted.
-Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
-"""
+Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim."""
 
 import hashlib
 import os
@@ -66,7 +65,7 @@ class KVStore:
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_stored])
 
     def write(self, source: HeldRow) -> None:
-        """Queues the blocks of a text that the store lacks; another thread writes them."""
+        """Queues K and V of a text, in the blocks that the store lacks; a thread writes them."""
         paths = self._paths(source.tokens, source.owner)
         for path in reversed(paths):  # the first block becomes the newest
             with suppress(OSError):
@@ -87,7 +86,7 @@ class KVStore:
         self.writer.shutdown()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[Path]:
-        """Paths of all whole blocks of an owner's text, stored or not."""
+        """Paths of the files for all whole blocks of an owner's text `tokens`, stored or not."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"

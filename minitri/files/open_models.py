@@ -1,7 +1,6 @@
 """Opened models: their configs and tokenizers are read, their weights not yet.
 
-So wrong prompts and drafters are found before the minutes that it takes to read large weights.
-"""
+So wrong prompts and drafters are found before the minutes that it takes to read large weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -147,7 +146,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """Opens the drafter that a `ModelChoice` names; None for lookup in the text.
+    """Opens the drafter that `choice` names for a target with this tokenizer; None: lookup in the
+    text.
     Raises `InputError` if a drafter chosen by name is unfit; lookup replaces a default one."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:

@@ -4,8 +4,7 @@ A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a check
 the header, which has a manifest: weights, config, dtype and RoPE. The file is written under another
 name in the same folder and renamed when it is complete and on the disk, so a reader never sees half
 a file. Only the file's owner can read it. It replaces nothing but another snapshot.
-Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
-"""
+Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim."""
 
 import functools
 import json

@@ -87,7 +87,7 @@ class OneLineParser(ArgumentParser):
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags by names of fields or topics; returns their group, or the parser if none."""
+        """Adds flags, by fields or topics, under a heading `title` if any; returns their group."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
@@ -234,6 +234,6 @@ def model_of(args: Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: Namespace, temperature: float = 0) -> SpeculationConfig:
-    """Speculation settings by the flags. Raises `InputError`.
-    Greedy texts without --seed always let the autotuner use measured times."""
+    """Speculation settings by the flags. Raises `InputError`. Greedy texts (temperature 0) without
+    --seed let the autotuner use measured times."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

@@ -3,8 +3,7 @@
 Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
 token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. Above
 temperature 0 statistical tests check that many short texts follow the model's distribution; an
-alarm that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear.
-"""
+alarm that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear."""
 
 import json
 from argparse import Namespace

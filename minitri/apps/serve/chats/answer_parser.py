@@ -2,8 +2,7 @@
 
 Text comes in pieces, cut anywhere, and is passed on at once, except for a possible beginning of a
 tag, and for calls, which are passed on at the end; the pieces of each kind, joined, do not depend
-on the cuts. A grammar lets calls end an answer, and spells them; their arguments may be cut.
-"""
+on the cuts. A grammar lets calls end an answer, and spells them; their arguments may be cut."""
 
 import contextlib
 import json
@@ -36,7 +35,7 @@ FORMATS = {name: ToolFormat(name, **fields) for name, fields in json.loads(_TABL
 
 
 def format_of(template: str) -> ToolFormat:
-    """Format in which a chat template writes calls of tools; Hermes' if it shows none."""
+    """Format in which a chat template writes calls of tools; that of Hermes if it shows none."""
     for form in FORMATS.values():
         if form.opening in template or (form.is_bare and '"parameters"' in template):
             return form
@@ -109,7 +108,7 @@ class AnswerParser:
 
 
 def calls_in(text: str) -> Iterator[Piece]:
-    """Calls of tools in the last part of an answer; a text without any is content."""
+    """Yields the calls of tools in the last part of an answer; if there are none, its content."""
     place = 0
     while head := HEAD.search(text, place):
         place = len(text)  # the end of arguments that are cut

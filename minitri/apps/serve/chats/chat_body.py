@@ -1,7 +1,6 @@
 """Strict JSON objects as pydantic models: base class, messages and tools of a chat.
 
-What a client sends is not converted: true is no number. What is wrong is one line for the client.
-"""
+Values are not converted: true is no number. What is wrong is one line for the client."""
 
 import json
 from difflib import get_close_matches
@@ -129,7 +128,7 @@ class Function(Body, extra="ignore"):
 
 
 def functions_of(tools: object) -> object:
-    """The functions in the tools of a chat or of a response. Raises `ValueError`."""
+    """Functions, as objects, in the `tools` of a chat or a response. Raises `ValueError`."""
     if not isinstance(tools, list):
         return tools
     if not all(isinstance(tool, dict) and tool.get("type") for tool in tools):

@@ -1,7 +1,6 @@
 """Prompt of a chat: its messages in the form of the model's template, and the grammar of calls.
 
-Templates take plain texts, and the arguments of calls as objects.
-"""
+Templates take plain texts, and the arguments of calls as objects."""
 
 import hashlib
 import json
@@ -64,7 +63,7 @@ class ChatPrompt:
         }
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of an answer that has this form or calls functions. Raises `InputError`."""
+        """Grammar of an answer that calls functions or has `form`, if any. Raises `InputError`."""
         if not self._form:
             return form
         if form and not form.kind.startswith("json"):
@@ -122,7 +121,8 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
-    """JSON Schemas of functions' arguments; for one too hard any object, if strict `InputError`."""
+    """JSON Schemas of functions' arguments, by function name. One that is too hard for llguidance
+    becomes any object or, if the function is strict, an `InputError`."""
     from llguidance import LLMatcher
 
     schemas = {}
