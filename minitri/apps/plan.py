@@ -39,7 +39,7 @@ class Site(NamedTuple):
 
 
 def site_of_row(row: str) -> Site:
-    """Reads a GPU from a row of `hardware.txt`, with speeds as low as practice reaches."""
+    """Reads a GPU from a row of `hardware.txt`, with speeds that are reached in practice."""
     name, gib, memory, link, tflops, source = row.split(None, 5)
     speeds = [REACHED * 1e9 * float(memory), 0.5e12 * float(tflops), REACHED * 1e9 * float(link)]
     return Site(name, float(gib), card(*speeds), f"{REACHED:.0%} of {source}")

@@ -87,8 +87,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
-    """Copies the tensor `name` to `place`. Raises `InputError` unless shapes, and kinds, are equal:
-    numbers of floating point, or others."""
+    """Copies a tensor to `place`. Raises `InputError` about `name` unless their shapes are equal,
+    and both are of floats, or neither."""
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
         asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"

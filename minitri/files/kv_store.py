@@ -109,7 +109,7 @@ class KVStore:
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
-        """Writes a block; if all exceed `num_bytes`, deletes the least recently used eighth."""
+        """Writes a block; if files exceed `num_bytes`, deletes the least recently used eighth."""
         kinds = (".kvblock", ".unfinished")
         with self._warning():
             write_snapshot(path, block, self._model, path.name)

@@ -27,7 +27,7 @@ MAX_ITEMS = 10_000  # of llguidance's parser for a mask: 0.1 s, or 1,500 propert
 
 
 class GrammarMatcher:
-    """The state of one text in its grammar; implements `Matcher` of the core."""
+    """Place of one text in its grammar, with the tokens that may follow: the core's `Matcher`."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
         """Makes the state at the start of a text from `start`, a new `LLMatcher` of llguidance."""
@@ -76,7 +76,8 @@ class GrammarMatcher:
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A new `LLMatcher` (llguidance) of a grammar, at the start of a text. Raises `InputError`."""
+    """A new `LLMatcher` (llguidance) of a grammar over a model's tokens, at the start of a text.
+    Raises `InputError`."""
     compile_kept = compile_short if len(grammar.text) < SHORT else compile_long
     start = grammar.start or compile_kept(grammar, lexicon_of(tokenizer, config))
     return start.deep_copy()

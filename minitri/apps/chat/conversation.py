@@ -122,7 +122,7 @@ class Conversation:
         return replace(self, documents=documents)
 
     def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
-        """A copy in which `change` has replaced the token ids of all documents and turns."""
+        """A copy that has `change(ids)` in place of token ids, in all documents and turns."""
         documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
         turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
         return replace(self, documents=documents, turns=turns)

@@ -87,7 +87,8 @@ class OneLineParser(ArgumentParser):
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags, by fields or topics, under a heading `title` if any; returns their group."""
+        """Adds flags under the heading `title`, if any; `names` are fields of settings, or topics
+        in flags.json. Returns the group of the flags, or the parser if they have no heading."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))

@@ -56,8 +56,7 @@ class Writer:
         }
 
     def take(self, number: int, event: Event) -> bytes:
-        """Takes an event of text `number`; returns bytes of the answer that are complete, if
-        any."""
+        """Takes an event of text `number`; returns what is complete of the answer, if anything."""
         asked = self._asked
         if isinstance(event, End):
             self._ends[number] = event
@@ -232,7 +231,6 @@ class ResponseWriter(Writer):
         return self._event(kind, item_id=item_id, content_index=0, output_index=index, **fields)
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Yields the events of the stream about parsed pieces of the answer."""
         for piece, text, name in pieces:
             if piece == "call":
                 call_id = new_id("call_")

@@ -117,8 +117,8 @@ class Service:
     worker: Worker
     max_open: int  # texts that may run or wait
     access: Access
-    clients: Counter[str] = field(default_factory=Counter)  # texts that run or wait
-    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    clients: Counter[str] = field(default_factory=Counter)  # texts that run or wait, by client
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))  # of files
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of documents
 
     @property

@@ -196,7 +196,7 @@ Asked = TextBody | ChatBody | ResponseBody
 
 
 class Call(NamedTuple):
-    """One call of an endpoint: texts to generate, and how to word the answer."""
+    """One call of an endpoint: texts to generate, the body that asks for them, a chat's prompt."""
 
     requests: list[Request]
     asked: Asked

@@ -82,13 +82,14 @@ class AnswerParser:
         yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
-        """Removes white space and a tag from the text, if these come next; returns them or ""."""
+        """Removes and returns white space and a tag if they come next, else ""; yields to wait."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
         return self._cut(len(self._rest) - len(head) + len(tag)) if head.startswith(tag) else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Yields text up to a tag or the end, in pieces of this kind; returns the tag or ""."""
+        """Yields text up to a tag, as pieces of this kind, None to wait; returns the tag, if
+        any."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
