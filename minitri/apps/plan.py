@@ -1,7 +1,7 @@
 """Placement planner: `minitri plan` says what fits where and how fast it can be, loading nothing.
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
-them at boot, and milliseconds per token, as the autotuner predicts them. GPUs by name are rows of
+before a run, and milliseconds per token, as the autotuner predicts. GPUs by name are rows of
 hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s."""
 
 import functools
