@@ -178,7 +178,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._run(requests, generation, speculation, batch_size)
 
     def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
-        """Starts an open run, which takes requests by `Generation.submit` until it is closed.
+        """Starts a run of `batch_size` rows, which takes requests by `Generation.submit`.
 
         `settings` are those of `stream`, and `sampling`. A row has room for `reserve` tokens of
         prompt and output, by default 4096 or the context. On a GPU all requests run slower while

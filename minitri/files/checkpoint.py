@@ -98,8 +98,8 @@ def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def check_drafter(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` unless the drafter of `path` was made for this target's embedding table.
-    The rows of its LM head have to be different tokens, too."""
+    """Raises `InputError` about `path` unless the drafter `model` was made for the embedding table
+    of this target. The rows of its LM head have to be different tokens, too."""
     config = model.config
     lent = target.config
     assert isinstance(model.lm_head, TrimmedHead)

@@ -43,8 +43,8 @@ def family_fields(kind: str, given: Settings) -> dict[str, Any]:
 
 
 def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
-    """Numbers of the `layers` with a sliding window, by a file's settings: by layer_types, or else
-    all from max_window_layers on but each sliding_window_pattern-th one. Raises any error."""
+    """Numbers of the `layers` with a sliding window, by settings `given` of a `kind` of model:
+    layer_types, or else all from max_window_layers on but each sliding_window_pattern-th one."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
     options = {key: given.get(key, default) for key, default in options.items()}
     is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
@@ -59,7 +59,7 @@ def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
-    """Yields the parts of a Hugging Face tensor, with a Llama's names and order of rows."""
+    """Yields the named parts of a Hugging Face tensor, with a Llama's names and order of rows."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)
@@ -89,7 +89,7 @@ def rotary_rows(
     name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
 ) -> "Tensor | None":
     """Numbers (rows,) of a tensor's rows in the order that RoPE here expects; None: as stored. In q
-    and k, also fused, rows that rotate together get D/2 apart in a head. A file has them next to
+    and k, by `name`, rows that rotate together get D/2 apart in a head. A file has them next to
     each other if `is_paired`, else half of the rotating part apart; the others come last."""
     from torch import arange, cat  # only here: flags read `FAMILIES` before PyTorch is imported
 

@@ -27,7 +27,7 @@ WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others ar
 
 
 class KVStore:
-    """A store of K and V for one model, in blocks in a shared folder."""
+    """A store of K and V for one model, in blocks of `BLOCK` tokens in a shared folder."""
 
     def __init__(self, folder: str, num_bytes: int, model: Llama) -> None:
         """Opens the store in `folder`. Raises `InputError`.
@@ -86,7 +86,7 @@ class KVStore:
         self.writer.shutdown()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[Path]:
-        """Paths of the files for all whole blocks of an owner's text `tokens`, stored or not."""
+        """Paths of the files, stored or not, for each whole block of `tokens`, an owner's text."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"

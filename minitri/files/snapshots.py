@@ -95,7 +95,7 @@ def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
 
 
 def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str) -> int:
-    """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
+    """Writes K and V of `source`, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     header = header_of(model, num_tokens, note)
     with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):

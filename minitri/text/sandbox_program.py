@@ -32,7 +32,7 @@ class GenerationBlock(Extension):
 
 
 def complain(message: str) -> None:
-    """Refuses a conversation; a template calls this as `raise_exception`."""
+    """Refuses a conversation for the reason `message`: `raise_exception` of chat templates."""
     raise TemplateError(message)
 
 

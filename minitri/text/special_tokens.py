@@ -41,7 +41,7 @@ class SpecialTokens(NamedTuple):
 
 
 def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids of control tokens, which texts do not show, by their spellings."""
+    """Ids of a tokenizer's control tokens, which texts do not show, by their spellings."""
     added = pipeline.get_added_tokens_decoder()
     return {token.content: number for number, token in added.items() if token.special}
 

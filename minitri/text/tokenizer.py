@@ -41,8 +41,8 @@ class Tokenizer:
         chat_template: str = "",
         tool_template: str = "",
     ) -> None:
-        """Makes a tokenizer. Templates are Jinja sources: without a `chat_template` there are no
-        chats; a `tool_template`, if any, is for conversations with tools. Raises `ValueError`."""
+        """Wraps the library's `pipeline`. Templates are Jinja sources: without a `chat_template`
+        there are no chats; a `tool_template` is for chats with tools. Raises `ValueError`."""
         self.pipeline = pipeline
         self.chat_template = chat_template
         self.tool_template = tool_template

@@ -155,7 +155,7 @@ class OneLineParser(ArgumentParser):
 
 
 def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]:
-    """Makes the `type` of a flag for a number in these limits, whole if `least` is an `int`."""
+    """Makes the `type` of a flag for numbers from `least` to `most`, whole if `least` is `int`."""
     is_whole = isinstance(least, int)
 
     def number(text: str) -> float:

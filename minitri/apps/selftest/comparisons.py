@@ -84,9 +84,9 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """How far the worse token of `pair` scores below the best of all after `text`, and how far
-    rounding may explain, by a block of `width` tokens. Scores are logits, or at a temperature above
-    0 log p plus Gumbel noise by `seed`."""
+    """How far the worse token of `pair` scores below the best of all after `text`, and the gap that
+    rounding can explain, as measured by a pass over `width` tokens at once. Scores are logits, or
+    at a temperature above 0 log p plus Gumbel noise by `seed`."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
@@ -99,7 +99,7 @@ def compare_scores(
 
 
 def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
-    """Yields report rows: whether samples of each method follow the target (temperature > 0)."""
+    """Yields report rows: whether methods' samples after parts of `prompt` follow the target."""
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = args.budget or 4 * args.chunk_size
     num = -(-args.num_samples // LENGTH)
@@ -154,7 +154,7 @@ def run_test(
 def probs_of_text(
     engine: Engine, model: Llama, prompt: list[int], new: list[int], sampling: SamplingParams
 ) -> Tensor:
-    """Distributions (N, V) of a model after a prompt and before each of N `new` tokens."""
+    """Distributions (N, V), by `sampling`, after a prompt and before each of N `new` tokens."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
     filters = prepare.text_filters(sampling, prompt, engine.tokenizer, engine.config)

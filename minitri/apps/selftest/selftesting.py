@@ -23,7 +23,7 @@ COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least
 
 
 def table(results: list[report.Json]) -> str:
-    """The comparisons as a table, with the conclusion in the last line."""
+    """The rows of comparisons as a text table, with the conclusion in the last line."""
     counts = Counter(row["verdict"] for row in results)
     verdicts = [verdict for verdict in VERDICTS if verdict in counts]
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)

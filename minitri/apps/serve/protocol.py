@@ -152,7 +152,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Chat messages from `input` of /v1/responses; joins successive calls. Raises `ValueError`."""
+    """Chat messages of `items`, the `input` of /v1/responses; joins calls. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []

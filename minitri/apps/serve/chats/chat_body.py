@@ -47,8 +47,8 @@ B = TypeVar("B", bound=Body)
 
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """Checks a JSON object by a pydantic model. Raises `InputError` about the innermost problem.
-    Unknown fields are refused, or ignored if `lenient`."""
+    """Checks a JSON object by the pydantic model `kind`. Raises `InputError` about the innermost
+    problem. Unknown fields are refused, or ignored if `lenient`."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:

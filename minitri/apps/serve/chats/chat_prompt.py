@@ -26,7 +26,7 @@ class ChatPrompt:
     """Prompt of a chat, in the form of the model's template, and the parser of its answer."""
 
     def __init__(self, asked: Conversation, engine: Engine) -> None:
-        """Renders and tokenizes a conversation. Raises `InputError`."""
+        """Renders and tokenizes the conversation in a request's body. Raises `InputError`."""
         tokenizer = engine.tokenizer
         choice = asked.tool_choice
         offered = () if choice == "none" else asked.tools
