@@ -29,7 +29,8 @@ TYPES = ("full_attention", "sliding_attention")
 
 
 def family_fields(kind: str, given: Settings) -> dict[str, Any]:
-    """`ModelConfig` fields of family `kind` and a file's settings `given`. Raises any error."""
+    """Fields of `ModelConfig`, by name, for a model of the family `kind`, by a file's settings
+    `given`. Raises any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
     if kind == "smollm3":
@@ -59,7 +60,8 @@ def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
-    """Yields the named parts of a Hugging Face tensor, with a Llama's names and order of rows."""
+    """Yields (name, tensor) for the parts of a Hugging Face tensor, with the names and the order of
+    rows of a Llama."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)

@@ -109,7 +109,8 @@ class KVStore:
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
-        """Writes a block; if files exceed `num_bytes`, deletes the least recently used eighth."""
+        """Writes a block to `path`; if the files in the folder then exceed `num_bytes`, deletes an
+        eighth of them, the least recently used."""
         kinds = (".kvblock", ".unfinished")
         with self._warning():
             write_snapshot(path, block, self._model, path.name)

@@ -67,7 +67,8 @@ class AnswerParser:
         return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
 
     def _read(self, thinks: bool) -> Iterator[Piece | None]:
-        """Parses an answer, which `thinks` first: yields pieces, and None to wait for more text."""
+        """Parses an answer (`thinks`: after <think>): yields pieces, and None to wait for more
+        text."""
         if thinks or (yield from self._take(THINK)):
             yield from self._take("")
             yield from self._pass_to(END_THINK, "reasoning_content")
@@ -82,13 +83,15 @@ class AnswerParser:
         yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
-        """Removes and returns white space and a tag, if these come next, else "". None: wait."""
+        """Removes white space and a tag from the text, if these come next; returns them or "".
+        Yields None while the text so far does not decide it."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
         return self._cut(len(self._rest) - len(head) + len(tag)) if head.startswith(tag) else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Yields text up to a tag, in pieces of this kind; returns the tag, if any. None: wait."""
+        """Yields text up to a tag or the end, in pieces of this kind, and None to wait for more
+        text; returns the tag, or "" at the end."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)

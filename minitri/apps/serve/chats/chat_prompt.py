@@ -81,7 +81,8 @@ class ChatPrompt:
             raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
-        """A parser that has read the prompt's last message, if the answer is to continue it."""
+        """A parser of the answer, which has read the last message if the answer is to continue
+        it."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
