@@ -62,8 +62,8 @@ def open_worker(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
-    """Starts a worker whose run has read a first prompt; returns it, the number of rows, tokens of
-    each, and GiB of rows and weights. Raises `InputError`."""
+    """Starts a worker whose run has read a first prompt; returns the worker, its number of rows,
+    the tokens that a row holds, and GiB of rows and weights. Raises `InputError`."""
     from minitri.worker import Worker
 
     most = engine.config.context_length

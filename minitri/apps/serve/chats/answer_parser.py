@@ -67,8 +67,7 @@ class AnswerParser:
         return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
 
     def _read(self, thinks: bool) -> Iterator[Piece | None]:
-        """Parses an answer (`thinks`: after <think>): yields pieces, and None to wait for more
-        text."""
+        """Parses an answer (`thinks`: after <think>): yields pieces, None to wait for more text."""
         if thinks or (yield from self._take(THINK)):
             yield from self._take("")
             yield from self._pass_to(END_THINK, "reasoning_content")

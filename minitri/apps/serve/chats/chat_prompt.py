@@ -81,8 +81,7 @@ class ChatPrompt:
             raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
-        """A parser of the answer, which has read the last message if the answer is to continue
-        it."""
+        """Parser of the answer; it has read the last message if the answer is to continue that."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
