@@ -49,7 +49,8 @@ class Archive:
 
 
 def state_folder() -> Path:
-    """Makes a folder for chats in $XDG_STATE_HOME or ~/.local/state; NOWHERE if that fails."""
+    """Makes the folder for chats in $XDG_STATE_HOME or ~/.local/state. If that fails it warns, and
+    returns NOWHERE, a path that holds no files."""
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         folder = Path(home, "minitri").expanduser()

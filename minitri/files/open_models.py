@@ -88,7 +88,7 @@ class OpenModel:
         log.debug("%s: %s", config.name, self._plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
-        """Loads the target, and any copy of it that guesses with the retrieval cache, else None."""
+        """Loads the target, and a copy in fewer bits if one guesses with the retrieval cache."""
         model = self._load(keeps_quantized=self._plan.keeps_quantized)
         if self._plan.retrieval_weights != "native":
             return model, retrieval_copy(model, self._plan.retrieval_weights)
