@@ -142,9 +142,9 @@ class Engine(AbstractContextManager["Engine"]):
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of a text's N tokens but the first, of unfiltered logits: (N -
-        1,), float32 on the CPU. Raises `InputError`, also where memory has no room for K and V of
-        the text next to the KV caches that the engine keeps; `release` frees these."""
+        """Natural log-probabilities, (N - 1,) in float32 on the CPU, of a text's N tokens but the
+        first, by unfiltered logits. Raises `InputError`, also where memory has no room for K and V
+        of the text next to the KV caches that the engine keeps; `release` frees these."""
         return torch.tensor([logprob for logprob, _ in self.scoring(text).result().prompt_scores])
 
     def scoring(self, text: Prompt) -> Generation:

@@ -40,7 +40,7 @@ class Job:
             self.is_cancelled = True
 
     async def events(self, patience: float | None = None) -> AsyncIterator[Event]:
-        """Yields events of the requests, `Idle` after `patience` seconds without; raises errors."""
+        """Yields events of the requests, `Idle` after `patience` seconds of none; raises errors."""
         num_left = len(self.requests)
         while num_left:
             try:

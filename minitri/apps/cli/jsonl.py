@@ -70,8 +70,8 @@ def many(args: Namespace) -> int:
 
 
 def answered(file: Any, name: str) -> dict[str, bool]:
-    """Ids (by `key_of`) of the answers in an open --output file, and whether each is an error.
-    Locks it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
+    """Ids, as JSON, of the answers in an open --output file, and whether each is an error. Locks
+    it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
     import fcntl  # a module of Unix
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):

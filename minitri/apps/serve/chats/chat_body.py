@@ -33,7 +33,7 @@ class Body(pydantic.BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unasked(cls, given: Any) -> Any:
-        """Leaves out nulls, and fields that fields.json ignores or with values neutral there."""
+        """Leaves out nulls, and fields to be ignored, or with neutral values, by fields.json."""
         if not isinstance(given, dict):
             return given
         return {
