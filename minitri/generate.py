@@ -68,5 +68,4 @@ def one(run: "minitri.Generation", args: Namespace, engine: "minitri.Engine") ->
     return 0 if run.rows[0].finish_reason else 130
 
 
-# Parses the command line by `build_parser`, then calls `run_command`.
 main = program(build_parser, run_command, parallel=True)

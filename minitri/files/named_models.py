@@ -1,7 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version.
-"""
+Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -87,7 +87,8 @@ class OneLineParser(ArgumentParser):
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags by names of fields or topics; returns their group, or the parser if none."""
+        """Adds flags under the heading `title`, if any; `names` are fields of settings, or topics
+        in flags.json. Returns the group of the flags, or the parser if they have no heading."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
@@ -154,7 +155,7 @@ class OneLineParser(ArgumentParser):
 
 
 def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]:
-    """Makes the `type` of a flag for a number in these limits, whole if `least` is an `int`."""
+    """Makes the `type` of a flag for numbers from `least` to `most`, whole if `least` is `int`."""
     is_whole = isinstance(least, int)
 
     def number(text: str) -> float:
@@ -234,6 +235,6 @@ def model_of(args: Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: Namespace, temperature: float = 0) -> SpeculationConfig:
-    """Speculation settings by the flags. Raises `InputError`.
-    Greedy texts without --seed always let the autotuner use measured times."""
+    """Speculation settings by the flags. Raises `InputError`. Greedy texts (temperature 0) without
+    --seed let the autotuner use measured times."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

@@ -3,8 +3,7 @@
 A score maps every token to a number from 0 to 1. The sum S of (score - expected score) over sampled
 tokens is a martingale with mean 0 and a known variance V, whatever the texts: for any rate r,
 exp(r S - (exp |r| - 1 - |r|) V) exceeds 1 / a with odds of at most a (Freedman 1975, Ville). The
-best of several rates counts, with odds multiplied by their number.
-"""
+best of several rates counts, with odds multiplied by their number."""
 
 from dataclasses import dataclass
 from math import exp, log
