@@ -17,7 +17,7 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Clock:
-    """Clock of work on a CPU, where a call returns when its work is done."""
+    """Measures the time of work on a CPU, where a call returns when its work is done."""
 
     @contextmanager
     def timed(self, take: Callable[[float], None]) -> Iterator[None]:

@@ -28,8 +28,8 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Returns the text of the file `earlier`, and begins a new file; the next call goes further
-        back. Raises `OSError`, `ValueError`; the current file then stays the current one."""
+        """Returns the text of the latest file not read yet (`earlier`); `write` makes a new file then.
+        Raises `OSError` or `ValueError`, and `write` goes on with its present file."""
         if not (file := self.earlier):
             raise ValueError("none is kept")
         self._read += (file,)

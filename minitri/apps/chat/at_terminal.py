@@ -130,7 +130,7 @@ class MarkdownFile(Live):
 
 
 def answer_file() -> Any:
-    """Context that gives a `MarkdownFile` for an answer, or None if a terminal has no colors."""
+    """Context manager; gives a `MarkdownFile` for an answer, or None if stdout has no colors."""
     console = Console()
     if console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()

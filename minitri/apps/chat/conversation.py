@@ -113,7 +113,7 @@ class Conversation:
         )
 
     def cut(self, num_tokens: int) -> "Conversation":
-        """A copy whose documents end where the first `num_tokens` ids of the conversation end."""
+        """A copy with documents cut to what the first `num_tokens` ids hold; all turns stay."""
         num_tokens -= len(replace(self, documents=()).beginning)
         documents = []
         for name, ids, size in self.documents:

@@ -103,7 +103,8 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Rebuilds a layer of due rows from its K and V; an offloaded cache's `update` calls it."""
+        """Refills a layer of rows that are due for a rebuild with chunks of the full cache's K and V.
+        Called by an offloaded full cache's `update`."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)

@@ -49,7 +49,7 @@ class Stage:
         """Captures, before the first step, the CUDA graphs that this stage needs in these plans."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before a step: caches and counts take the new tokens of active rows' sequences."""
+        """Before a step: caches, and counts for penalties, take the new tokens of active rows."""
 
     def crop(self, lengths: list[int]) -> None:
         """Drops state after the first `lengths[b]` tokens of each row b: the rest was rejected."""

@@ -99,7 +99,7 @@ class KernelParts(nn.ModuleDict):
 
 
 class KernelHead(KernelLinear):
-    """LM head with float32 logits; the kernel for few rows computes it for short blocks."""
+    """LM head with float32 logits: of short blocks by the kernel for few rows, else as a layer."""
 
     is_wide = True  # logits are float32
 
