@@ -268,7 +268,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:
-        """Frees memory kept between runs: KV caches, CUDA graphs, what `load_kv` read, the KV store."""
+        """Frees memory kept between runs: KV caches, CUDA graphs, a loaded snapshot, KV store."""
         with self.models.lock:
             self._pool.clear()
 

@@ -280,7 +280,7 @@ class DraftRunner(ModelRunner):
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
-                self._read_window(b, sequence[:-1])  # fewer are read by the next draft
+                self._read_window(b, sequence[:-1])  # else the next draft reads them
         self.cache.slide()
 
     def draft(

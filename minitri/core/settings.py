@@ -204,7 +204,7 @@ class SpeculationConfig:
     num_sink_tokens: int = between(4, 0)
     """First tokens of the text, kept by every small cache."""
     num_recent_tokens: int = between(252, 1)
-    """Latest tokens that small caches keep; a retrieval cache, a quarter of it at most."""
+    """Latest tokens that small caches keep; at most a quarter of a retrieval cache."""
     observation_window: int = between(16, 1, 1024)
     """Latest tokens whose queries select the chunks of the retrieval cache."""
     rebuild_stride: int = between(256, 1)

@@ -210,7 +210,7 @@ class Stack:
         return self.cascade.of_rows(span), span.start
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates the retrieval cache by what the target `emitted`, by row; puts errors there."""
+        """Updates the retrieval cache by what the target `emitted`, by row, and adds errors."""
         cache = self.memory.retrieval_cache
         if cache:
             cache.is_wanted = self.tuner.wants_retrieval

@@ -28,8 +28,8 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Returns the text of the latest file not read yet (`earlier`); `write` makes a new file then.
-        Raises `OSError` or `ValueError`, and `write` goes on with its present file."""
+        """Returns the text of `earlier`, the latest file not yet read; then `write` makes another.
+        Raises `OSError` or `ValueError`; `write` goes on with its present file then."""
         if not (file := self.earlier):
             raise ValueError("none is kept")
         self._read += (file,)

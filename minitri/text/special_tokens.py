@@ -2,8 +2,8 @@
 
 One record is made of all files that name such tokens. The first that says anything decides:
 
-* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS with pieces
-  of sentencepiece, llama.cpp's default with words in GGUF. Nothing is added at the end of a text
+* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS, where
+  sentencepiece cuts words, or (GGUF) a rule in `WITH_BOS`. Nothing is added at the end of a text
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
   `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it

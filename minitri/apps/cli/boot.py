@@ -98,7 +98,7 @@ def start_run(
         generation=taken(GenerationConfig, args),  # only fields of runs count here
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # of --load-kv: the run took all others
+        if held := engine.held_tokens:  # --load-kv's: the run took earlier texts'
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run

@@ -21,7 +21,7 @@ class Martingale:
     num_tokens: int = 0
 
     def add(self, token: int, probs: Any, scores: Any) -> None:
-        """Adds `scores[token]`, less its mean under `probs`, which drew the token; both are (V,)."""
+        """Adds `scores[token]` less its mean under `probs`, which drew the token; both (V,)."""
         deviations = scores - probs @ scores
         self.total += float(deviations[token])
         self.variance += float(probs @ deviations**2)

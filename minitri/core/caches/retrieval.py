@@ -103,7 +103,7 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Refills a layer of rows that are due for a rebuild with chunks of the full cache's K and V.
+        """Refills a layer of rows due for a rebuild, with chunks of the full cache's K and V.
         Called by an offloaded full cache's `update`."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:

@@ -11,7 +11,7 @@ One step of TriForce with gamma1 = 2 and gamma2 = 3. The committed text ends wit
                its block is a c d e f, at least gamma2 tokens: it is proposed to the target
     target     reads t a c d e f    one pass over the full cache:
                                     accepts a c d, rejects e, samples the recovered token g
-    commit     a c d g join the text; the caches keep t a c d, and g is read in the next step
+    commit     a c d g join the text; the full cache keeps t a c d; g is read in the next step
 
 Every level verifies the stage below it, and the tokens it emits follow its own distribution p
 exactly (`verification.py`). So they are a valid proposal for the level above, and by induction the

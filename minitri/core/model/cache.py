@@ -89,7 +89,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def take_committed(self, active: Sequence[bool]) -> None:
-        """Hook before a step: a retrieval cache copies K and V of accepted tokens from the full one."""
+        """Before a step: a retrieval cache copies K and V of accepted tokens from the full one."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""

@@ -48,7 +48,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed, as `devices/` chooses at loading; the defaults are plain PyTorch."""
+    """How a model is computed. `devices/` sets it (CPU: `use_kernels`); default: plain PyTorch."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around a decoding step

@@ -293,7 +293,8 @@ def quantized_copy(model: Llama) -> Llama:
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gate, up: each whole
+        # The gate and the up part of a fused matrix are whole panels each.
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits, layer.kernels.repack)
@@ -301,6 +302,6 @@ def quantized_copy(model: Llama) -> Llama:
 
     factories: Factories = {
         **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
-        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),
+        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),  # with its addresses
     }
     return copy_with(model, factories)

@@ -7,6 +7,7 @@
 // slots add exact zeros.
 //
 // `build.py` compiles this file, `kernels.py` calls it, and `abi.py` has the structs of arguments.
+// Vectors and numbers: numbers.h; Pool: threads.h; Scratch: attention.h; formats: quantized.h.
 //
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs; Op: see widened.h.

@@ -68,8 +68,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Triton kernel: a tile (ROWS, COLUMNS) of out (M, N) = x (M, E) W^T, summed in float32. W has 4
-    or 8 BITS and scales (G, N), one per GROUP of E, which SHARES warps divide among themselves."""
+    """Triton kernel: a tile (ROWS, COLUMNS) of out (M, N) = x (M, E) W^T, summed in float32. W has
+    4 or 8 BITS and scales (G, N), one per GROUP of E; SHARES warps divide the groups."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     WIDTH: tl.constexpr = GROUP * BITS // 8
