@@ -53,7 +53,7 @@ class Sandbox:
         return answer["text"]
 
     def _ask(self, text: str, child: Popen[str] | None = None) -> str:
-        """Sends a question `text` to `child` or a new process; returns its line, "" if it ends."""
+        """Sends a question `text` to `child` or a new process; returns the answer's line, or ""."""
         child = child or Popen(
             self._command,
             stdin=PIPE,

@@ -14,7 +14,7 @@ RATES = [2.0**-k for k in range(13)]  # absolute values of the rates r, of eithe
 
 @dataclass
 class Martingale:
-    """Running sums of one score: deviation from its expected value, and variance."""
+    """Sums, over sampled tokens, of a score's deviations from expected values, and variances."""
 
     total: float = 0.0
     variance: float = 0.0
