@@ -1,8 +1,9 @@
 """Configuration of a model: sizes, norms and RoPE, independent of file formats. No tensors."""
 
+import re
 from dataclasses import MISSING, dataclass, field, replace
 
-from minitri.core.errors import InputError, explain
+from minitri.core.errors import InputError
 from minitri.core.fields import between, check_fields, one_of, refuse
 
 
@@ -148,14 +149,9 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     if config.rope.frequency_divisors:
         got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
-    with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
-        kind, factor = text.split(":")
-        if kind in ("default", "longrope"):
-            raise ValueError("it stretches nothing")
-        old = config.rope
-        base = old.original_context or config.context_length
-        try:
-            rope = RopeConfig(old.theta, kind, float(factor), base, rotary_dim=old.rotary_dim)
-        except InputError as error:
-            raise InputError(f"rope_scaling={text!r}: {error}") from None
-        return replace(config, rope=rope, context_length=int(base * rope.factor))
+    if not (found := re.fullmatch(r"(linear|llama3|yarn):([1-9]\d{0,5}(?:\.\d+)?)", text)):
+        raise InputError(f"rope_scaling={text!r} is not KIND:FACTOR; write such as yarn:4")
+    old = config.rope
+    base = old.original_context or config.context_length
+    rope = RopeConfig(old.theta, found[1], float(found[2]), base, rotary_dim=old.rotary_dim)
+    return replace(config, rope=rope, context_length=int(base * rope.factor))
