@@ -72,7 +72,7 @@ def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids
     with pytest.raises(InputError, match="robot.*; give"):
         engine.chat([{"role": "robot", "content": "Why?"}])
-    for given in (messages, "Why?"):
+    for given in (messages, messages[0], "Why?"):
         assert engine.chat(given, seed=1, **COUPLED).result().token_ids == wanted
     _, [last] = asyncio.run(collect(engine.achat("Why?", seed=1, **COUPLED)))
     assert last.token_ids == wanted

@@ -23,7 +23,7 @@ SANDBOX = Sandbox("render", 5, 1 << 29)  # 5 s and 512 MiB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""
-Messages = str | Sequence[Message]  # several messages, or the text of one by the user
+Messages = str | Message | Sequence[Message]  # one or several, or the text of one by the user
 
 
 class Tokenizer:
@@ -75,8 +75,8 @@ class Tokenizer:
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to the beginning of the next answer.
-        `messages` is a list of dicts such as `{"role": "user", "content": "Why?"}`, or the text
-        of one message by the user. Raises `InputError`."""
+        `messages` is a list of dicts such as `{"role": "user", "content": "Why?"}`, or one of them,
+        or the text of one by the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
@@ -89,6 +89,8 @@ class Tokenizer:
         source = (tools and self.tool_template) or self.chat_template
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        elif isinstance(messages, Mapping):
+            messages = [messages]
         for message in messages:
             if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
                 got = f"a message has the role {shorten(repr(role), 60)}"
