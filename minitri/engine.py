@@ -161,11 +161,7 @@ class Engine(AbstractContextManager["Engine"]):
         return Generation([state], shape, pool)
 
     def stream(
-        self,
-        requests: Iterable[Request],
-        *,
-        batch_size: int = MAX_ROWS,
-        **settings: Any,
+        self, requests: Iterable[Request], *, batch_size: int = MAX_ROWS, **settings: Any
     ) -> Generation:
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
         Events number requests by `row`, from 0. `settings` of the run are fields such as `method`,

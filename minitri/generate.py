@@ -52,7 +52,7 @@ def run_command(args: Namespace) -> int:
 def several(run: "minitri.Generation", args: Namespace) -> int:
     """Prints the --n texts after one prompt, each when it has ended; returns the exit code, 0."""
     for end in (event for event in run if isinstance(event, End)):
-        log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
+        log.info(f"text {end.row + 1} of {args.n}, seed {end.seed}:")
         text = {"index": end.row, **answer(run.rows[end.row])}
         print(json.dumps(text) if args.json else shown(end.text), flush=True)
     return 0

@@ -26,7 +26,6 @@ from minitri.files.named_models import ModelChoice
 from minitri.text.grammar import Grammar
 
 Settings = TypeVar("Settings")
-Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
 """By key: `flags` that are no fields; `short` names; `topics`; flags of `programs` by heading;
@@ -36,10 +35,6 @@ SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name."""
-UNUSED = TABLE["unused"]
-"""For each method, the flags that it ignores."""
-NEEDS = TABLE["needs"]
-"""For each flag, the flags of which one at least must be given too, if the program has any."""
 
 
 class Help(argparse._HelpAction):
@@ -86,10 +81,10 @@ class OneLineParser(ArgumentParser):
                 group.add_argument(flag, **arguments_of(options))
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
-    def add_flags(self, *names: str, title: str = "") -> Flags:
+    def add_flags(self, *names: str, title: str = "") -> argparse._ActionsContainer:
         """Adds flags under the heading `title`, if any; `names` are fields of settings, or topics
         in flags.json. Returns the group of the flags, or the parser if they have no heading."""
-        group: Flags = self
+        group: argparse._ActionsContainer = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
         if title in TABLE["exclusive"]:
@@ -138,13 +133,14 @@ class OneLineParser(ArgumentParser):
         given = {
             flag for flag, action in known.items() if vars(args).get(action.dest) != action.default
         }
-        for flag, others in NEEDS.items():
+        for flag, others in TABLE["needs"].items():
             if flag in given and given.isdisjoint(others) and known.keys() & others:
-                ways = " or ".join(others)
-                raise InputError(f"{flag} has no effect alone; add {ways}, or drop it")
-        for flag in UNUSED.get(vars(args).get("method", ""), ()):
+                raise InputError(
+                    f"{flag} has no effect alone; add {' or '.join(others)}, or drop it"
+                )
+        for flag in unused_by(args):
             if flag in given:
-                log.warning("%s is ignored: --method %s has no use for it", flag, args.method)
+                log.warning(f"{flag} is ignored: --method {args.method} has no use for it")
         for settings in self.classes:
             taken(settings, args)  # raises if bad
 
@@ -159,11 +155,10 @@ def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]
     is_whole = isinstance(least, int)
 
     def number(text: str) -> float:
-        is_digits = text.removeprefix("-").encode().isdigit()
         with contextlib.suppress(ValueError):
-            value = float("nan" if is_whole and not is_digits else text)
+            value = int(text) if is_whole else float(text)
             if least <= value <= most:
-                return int(text) if is_whole else value
+                return value
         wanted = f"{'whole ' * is_whole}number from {least} to {most:.15g}"
         raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no {wanted}")
 
@@ -223,13 +218,17 @@ def taken(
     return changed(base or settings(), given | others)
 
 
+def unused_by(args: Namespace) -> Sequence[str]:
+    """Flags that the method which `args` name, if any, ignores."""
+    return TABLE["unused"].get(vars(args).get("method", ""), ())
+
+
 def model_of(args: Namespace) -> dict[str, Any]:
     """Keyword arguments of `minitri.load`, taken from the flags."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
-    unused = UNUSED.get(vars(args).get("method", ""), ())
-    if "--draft" in unused:
+    if "--draft" in unused_by(args):
         options["draft"] = "suffix"
-    if "--budget" in unused and options["draft_weights"] != "same":
+    if "--budget" in unused_by(args) and options["draft_weights"] != "same":
         options["draft_weights"] = "drafter"
     return options
 

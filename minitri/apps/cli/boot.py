@@ -39,7 +39,7 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
         with explain(f"--save-kv: cannot write {shorten(file)}", "name another file"):
             check_place(Path(file))
         if Path(file).exists():
-            log.info("--save-kv: the KV snapshot in %s will be replaced", shorten(file))
+            log.info(f"--save-kv: the KV snapshot in {shorten(file)} will be replaced")
     opened = OpenEngine(**model_of(args))
     # Checks words and grammar.
     text_filters(taken(SamplingParams, args), [], opened.tokenizer, opened.config)
@@ -66,7 +66,7 @@ def suggest_larger(args: Namespace) -> None:
 
     fits = [larger for least, larger in LARGER.items() if least < free_host_bytes()]
     if fits and args.model == DEFAULT_MODEL:
-        log.info("%s is small for documents; --model %s fits here", args.model, fits[0])
+        log.info(f"{args.model} is small for documents; --model {fits[0]} fits here")
 
 
 def sampling_of(
@@ -78,8 +78,8 @@ def sampling_of(
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0
     name = f"{engine.config.name}, {engine.model.num_bytes / 1e6:.0f} MB of weights"
-    model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
-    log.info("%s", "; ".join((model, *notes, report.how_sampled(sampling, seed))))
+    where = f"{name}, {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}"
+    log.info("; ".join((where, *notes, report.how_sampled(sampling, seed))))
     return sampling, seed
 
 
@@ -100,7 +100,7 @@ def start_run(
     ) as run:
         if held := engine.held_tokens:  # --load-kv's: the run took earlier texts'
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
-            log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
+            log.info(f"--load-kv: prompts begin with up to {used} of its {len(held)} tokens")
         yield run
     log.info(report.outline(run))
     if args.save_kv is not None:

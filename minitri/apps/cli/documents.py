@@ -30,7 +30,7 @@ def read_document(file: str, flag: str) -> str:
     """The text of the file that a flag names, or of standard input (`-`). Raises `InputError`."""
     text, encoding = read_file(file, flag, WANTED, _text_of)
     if encoding:
-        log.info("%s: read as %s", shorten(file), encoding)
+        log.info(f"{shorten(file)}: read as {encoding}")
     return text
 
 

@@ -120,14 +120,9 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
             minitri.load  # noqa: B018 (sets PyTorch's threads up, and imports it)
     finally:
         gc.freeze()
-        atexit.register(_let_go)
+        # Python frees modules, which takes 0.3 s, only where Triton needs that.
+        atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)
         gc.enable()
-
-
-def _let_go() -> None:
-    """At exit: has Python free modules, which takes 0.3 s, only where Triton needs that."""
-    if "triton" in sys.modules:
-        gc.unfreeze()
 
 
 def _end(code: int, line: str = "") -> SystemExit:
@@ -144,13 +139,12 @@ def tell(text: str) -> None:
     """Writes to standard error, at a terminal in lines that end at words."""
     if sys.stderr.isatty():
         from shutil import get_terminal_size
-        from textwrap import fill
+        from textwrap import TextWrapper
 
-        width = get_terminal_size().columns
-        text = "\n".join(
-            fill(line, width, break_on_hyphens=False, break_long_words=False)
-            for line in text.split("\n")
+        lines = TextWrapper(
+            get_terminal_size().columns, break_on_hyphens=False, break_long_words=False
         )
+        text = "\n".join(map(lines.fill, text.split("\n")))
     sys.stderr.write(text)
 
 

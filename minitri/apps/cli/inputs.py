@@ -77,7 +77,7 @@ def encode(
     room = engine.config.context_length - num_new
     most = args.max_prompt_tokens or (min(usual_tokens, room) if usual_tokens else len(ids))
     if len(empty) < most < len(ids):
-        log.info("prompt: only its first %d of %d tokens are read", most, len(ids))
+        log.info(f"prompt: only its first {most} of {len(ids)} tokens are read")
         after = empty[num_common(ids, empty) :]  # what a chat template adds after the text
         num_last = num_common(ids[::-1], after[::-1])
         ids = ids[: most - num_last] + ids[len(ids) - num_last :]

@@ -62,10 +62,7 @@ def many(args: Namespace) -> int:
             print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
-        raise InputError(
-            f"{num_wrong} of {len(lines)} lines of --prompts were wrong; "
-            "the answers with an error say which, and why"
-        )
+        raise InputError(f"{num_wrong} of {len(lines)} lines were wrong; see their errors")
     return 0
 
 
@@ -124,10 +121,8 @@ def answers(
             check_names(fields, KNOWN)
             [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
-                raise InputError(
-                    f"line {line.number} is no JSON object with a text as prompt{line.problem}; "
-                    'write such as {"prompt": "Once"}'
-                )
+                got = f"line {line.number} is no JSON object with a text as prompt{line.problem}"
+                raise InputError(f'{got}; write such as {{"prompt": "Once"}}')
             request = Request(text, row_seed, sampling, generation, **fields)
             request.prompt = inputs.encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)

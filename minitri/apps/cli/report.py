@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import minitri
-from minitri.apps.cli.arguments import UNUSED
+from minitri.apps.cli.arguments import unused_by
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.requests import RequestState
@@ -120,7 +120,7 @@ def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace)
         "model": args.model,
         "method": args.method,
         "coupled": args.coupled,
-        "draft": None if "--draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
+        "draft": None if "--draft" in unused_by(args) else engine.models.drafter_name,
         **where(engine.model),
         **answer(state),
         **vars(stats),

@@ -105,9 +105,8 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
 def test_a_missing_package_is_one_line_and_a_mistake_is_no_bad_input(capsys):
     with pytest.raises(SystemExit, match="2"), exits.clean_exits():
         raise ModuleNotFoundError("No module named 'uvicorn'")
-    assert re.fullmatch(
-        "minitri: .*'uvicorn'; pip install .*'minitri.*'\n", capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert re.fullmatch("minitri: .*'uvicorn'; pip install .*'minitri.*'\n", err)
     with pytest.raises(ValueError, match="a bug"), exits.clean_exits():
         raise ValueError("a bug")
 

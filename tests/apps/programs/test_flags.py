@@ -136,7 +136,7 @@ def test_a_flag_that_is_given_again_adds_to_it(effect):
 
 
 def test_a_flag_that_another_one_lacks_is_refused_and_a_wrong_word_alone_is_blamed(effect):
-    for flag, others in arguments.NEEDS.items():
+    for flag, others in arguments.TABLE["needs"].items():
         code, _, err, seen = effect(PROMPT, flag, "3")
         assert (code, seen) == (2, "[]")
         assert all(other in err for other in others)
