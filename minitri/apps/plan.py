@@ -7,6 +7,7 @@ hardware.txt: GiB as the driver reports them; GB/s, for the link in one directio
 import functools
 import json
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,8 @@ from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes, default_copy_bits
 from minitri.core.shape import MemoryShape
-from minitri.devices.cpu.build import has_kernels
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config, on_disk
-from minitri.files.named_models import MODELS
+from minitri.files.named_models import MODELS, ModelChoice
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed acceptance rates, about the paper's
 COLUMNS = "on_chip device_GiB host_GiB fits ms_alone ms_per_token speedup plan"
@@ -66,8 +66,8 @@ def demand_of(args: Namespace) -> Demand:
     longest = config.context_length
     context = args.context or longest
     if context > longest:
-        text = "%s holds %d tokens, not %d; use --rope-scaling, or a lower --context"
-        log.warning(text, config.name, longest, context)
+        text = f"{config.name} holds {longest} tokens, not {context}"
+        log.warning(f"{text}; use --rope-scaling, or a lower --context")
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk, offload=True)
     return Demand(
@@ -106,18 +106,25 @@ def run_command(args: Namespace) -> None:
     if args.gpu == "list":
         print(TABLE)
         return
-    needs = demand_of(args)
+    found = on_disk(args.model)
     site = site_of(args)
-    needs = replace(needs, captures=site.machine is not CPU)
-    form = args.dtype
+    is_cpu = site.machine is CPU
+    weight_bytes = 0
+    if is_cpu and found:
+        from minitri.files.open_models import OpenModel  # with PyTorch
+
+        with suppress(InputError):  # a folder may have a config alone
+            opened = OpenModel(ModelChoice(args.model, args.dtype))
+            args.dtype = opened.choice.dtype
+            if opened.plan.keeps_quantized:
+                weight_bytes = found.path.stat().st_size
+    needs = replace(demand_of(args), captures=not is_cpu, weight_bytes=weight_bytes)
+    form = args.dtype.replace("auto", "bfloat16")
+    form += ", weights quantized as in the file" * bool(weight_bytes)
     room = site.gib * GIB - CONTEXT
-    if site.machine is not CPU:
-        if args.draft_weights == "auto":
-            bits = default_copy_bits(needs.config, room - needs.num_weight_bytes)
-            needs = replace(needs, copy_bits=bits)
-    elif has_kernels() and (found := on_disk(args.model)) and found.path.suffix == ".gguf":
-        form += ", weights quantized as in the file"
-        needs = replace(needs, weight_bytes=found.path.stat().st_size)
+    if not is_cpu and args.draft_weights == "auto":
+        bits = default_copy_bits(needs.config, room - needs.num_weight_bytes)
+        needs = replace(needs, copy_bits=bits)
     host_bytes = args.host_memory * GIB / args.gpus
     best = choose_on_chip(needs, room, host_bytes)
     choices = {needs.config.num_layers, best, 0} if host_bytes else {best}

@@ -83,14 +83,14 @@ class OpenModel:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)
         self.config = config
-        self._plan = plan_weights(choice, self.checkpoint, kernels)
-        log.debug("%s: %s", config.name, self._plan)
+        self.plan = plan_weights(choice, self.checkpoint, kernels)
+        log.debug("%s: %s", config.name, self.plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and a copy in fewer bits if one guesses with the retrieval cache."""
-        model = self._load(keeps_quantized=self._plan.keeps_quantized)
-        if self._plan.retrieval_weights != "native":
-            return model, retrieval_copy(model, self._plan.retrieval_weights)
+        model = self._load(keeps_quantized=self.plan.keeps_quantized)
+        if self.plan.retrieval_weights != "native":
+            return model, retrieval_copy(model, self.plan.retrieval_weights)
         retrieval_model = self._load(keeps_quantized=True)
         if not self.config.tie_word_embeddings:
             retrieval_model.num_bytes -= retrieval_model.embed_tokens.weight.nbytes
@@ -101,7 +101,7 @@ class OpenModel:
         """Loads the model as a drafter; without an embedding table it uses that of `target`."""
         self._ranks = Ranks()  # a drafter is whole on every rank
         lender = target if self.config.draft_of else None
-        model = self._load(keeps_quantized=self._plan.keeps_quantized, lender=lender)
+        model = self._load(keeps_quantized=self.plan.keeps_quantized, lender=lender)
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _load(self, *, keeps_quantized: bool, lender: Llama | None = None) -> Llama:

@@ -165,5 +165,9 @@ def test_one_model_has_one_default_in_programs_and_the_library(run, advised):
         assert list(engine.complete(PROMPT, **how).token_ids) == again["token_ids"]
 
 
-def test_a_card_is_named_in_capitals_too(call):
+def test_a_plan_has_the_dtype_of_a_run_here_and_knows_cards_in_capitals(call, folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("minitri.files.open_models.kernels_for", lambda *_: None)  # no compiler
+    dtype = str(minitri.load(folder).model.dtype).removeprefix("torch.")
+    assert f" tokens, {dtype}\n" in call(plan.main, "-m", folder).out
     assert call(plan.main, "-m", "llama2-7b-128k", "--gpu", "H100").code == 0
