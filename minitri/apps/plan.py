@@ -110,6 +110,7 @@ def run_command(args: Namespace) -> None:
     site = site_of(args)
     is_cpu = site.machine is CPU
     weight_bytes = 0
+    quantized = ""
     if is_cpu and found:
         from minitri.files.open_models import OpenModel  # with PyTorch
 
@@ -118,9 +119,9 @@ def run_command(args: Namespace) -> None:
             args.dtype = opened.choice.dtype
             if opened.plan.keeps_quantized:
                 weight_bytes = found.path.stat().st_size
+                quantized = ", weights quantized as in the file"
     needs = replace(demand_of(args), captures=not is_cpu, weight_bytes=weight_bytes)
     form = args.dtype.replace("auto", "bfloat16")
-    form += ", weights quantized as in the file" * bool(weight_bytes)
     room = site.gib * GIB - CONTEXT
     if not is_cpu and args.draft_weights == "auto":
         bits = default_copy_bits(needs.config, room - needs.num_weight_bytes)
@@ -134,7 +135,7 @@ def run_command(args: Namespace) -> None:
         print(json.dumps({**facts, "hardware": site._asdict(), "placements": rows}, default=vars))
     else:
         print(
-            f"{needs.config.name}, {needs.num_tokens} tokens, {form}",
+            f"{needs.config.name}, {needs.num_tokens} tokens, {form}{quantized}",
             f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}",
             f"GB/s: {site.machine.bytes_per_second / 1e9:.0f}, "
             f"from the host {site.machine.link_bytes_per_second / 1e9:.3g}\n",

@@ -16,25 +16,25 @@ class Archive:
         self.folder = folder
         self.begin()
 
-    def begin(self, *read: Path) -> None:
-        """Makes a new file, not written yet, the current one; `earlier` skips the files `read`."""
+    def begin(self, *seen: Path) -> None:
+        """Makes a new file, not written yet, the current one; `earlier` skips the files `seen`."""
         self._file = self.folder / f"{time.time_ns()}.json"
-        self._read = read
+        self.seen = seen
 
     @property
-    def earlier(self) -> Path | None:
-        """The file changed last, except the current one and those read; None if there is none."""
-        files = {*self.folder.glob("*.json")} - {self._file, *self._read}
-        return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+    def earlier(self) -> Path:
+        """The file changed last, except the current one and those `seen`; NOWHERE if none is."""
+        files = {*self.folder.glob("*.json")} - {self._file, *self.seen}
+        return max(files, key=lambda file: file.stat().st_mtime_ns, default=NOWHERE)
 
     def read(self) -> str:
         """Returns the text of `earlier`, the latest file not yet read; then `write` makes another.
         Raises `OSError` or `ValueError`; `write` goes on with its present file then."""
-        if not (file := self.earlier):
+        if (file := self.earlier) == NOWHERE:
             raise ValueError("none is kept")
-        self._read += (file,)
+        self.seen += (file,)
         text = file.read_text("utf-8")
-        self.begin(*self._read)
+        self.begin(*self.seen)
         return text
 
     def write(self, note: str) -> None:

@@ -4,7 +4,6 @@ Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib
-import functools
 import os
 import signal
 import termios
@@ -39,13 +38,11 @@ def ask(
         event.current_buffer.delete_before_cursor()
         event.current_buffer.insert_text("\n")
 
-    completers = {
-        "command": completion.WordCompleter(commands, sentence=True),
-        "file": completion.PathCompleter(expanduser=True),
-    }
+    words = completion.WordCompleter(commands, sentence=True)
+    completers = {"command": words, "file": completion.PathCompleter(expanduser=True)}
     session = shortcuts.PromptSession[str](
         "> ",
-        multiline=filters.Condition(lambda: is_open(session.default_buffer.text)),
+        multiline=filters.Condition(lambda: session.default_buffer.text.count('"""') % 2 == 1),
         history=history.FileHistory(folder / "history") if folder.is_dir() else None,
         completer=GrammarCompleter(regular_languages.compile(COMMAND_LINE), completers),
         complete_style=shortcuts.CompleteStyle.READLINE_LIKE,
@@ -67,12 +64,6 @@ def ask(
         finally:
             session.output.disable_bracketed_paste()
             session.output.flush()
-
-
-@functools.lru_cache(1)  # called for each line on the screen
-def is_open(text: str) -> bool:
-    """Whether triple quotes are open at the end of a text."""
-    return text.count('"""') % 2 == 1
 
 
 def let_keys_wait() -> None:
@@ -98,12 +89,11 @@ class MarkdownFile(Live):
     def write(self, text: str) -> None:
         """Adds text to a chat answer; draws the Markdown blocks that are complete."""
         self.start()
-        block, _, rest = (self._text + text).rpartition("\n\n")
+        text = self._text + text
+        block, _, self._text = text.rpartition("\n\n")
         if block.count("```") % 2:  # code, which has blank lines
-            rest = self._text + text
-            block = ""
-        self._text = rest
-        end = Text(rest[-self.console.width * self.console.height // 3 :])
+            block, self._text = "", text
+        end = Text(self._text[-self.console.width * self.console.height // 3 :])
         self.update(end, refresh=bool(block))
         self._draw(block)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
-from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
+from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn, title_of
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of, suggest_larger
 from minitri.apps.cli.documents import read_document
@@ -85,8 +85,8 @@ class Chat:
             else:
                 command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
-            log.error("%s", error)
-            return typed if is_question and len(typed) < 4000 else ""  # too long to edit
+            log.error(error)
+            return typed if is_question and len(typed) < 4000 else ""  # else too long to edit
         except KeyboardInterrupt:
             say("stopped")
         return ""
@@ -119,7 +119,8 @@ class Chat:
         for setting in values.split():
             name, _, value = setting.partition("=")
             check_names([name], settings)
-            with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
+            settings[name] = value  # which is refused below unless it is a number
+            with contextlib.suppress(ValueError):
                 settings[name] = (int if value.isdecimal() else float)(value)
         as_seeds(settings["seed"], 1)
         Request("", **settings)
@@ -133,11 +134,13 @@ class Chat:
         say(f"system: {self.talk.system or 'as the model has it'}")
 
     def do_documents(self, file: str) -> None:
-        """[FILE] add a document, or show how many tokens of each are kept"""
+        """[FILE] add a document, or read on; show how many tokens are kept"""
         if file:
             texts = {file: read_document(file, "/documents")}
             self._file = file
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
+        elif self.talk.documents != self._wanted:  # reading was stopped
+            self._read(replace(self.talk, documents=self._wanted))
         else:
             say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
@@ -170,6 +173,7 @@ class Chat:
                 pass  # this one, which /load has read
             talk = self.talk.restored(note)
             talk = talk.mapped(talk.tokenizer.encode_marked)
+        say(title_of(self._archive.seen[-1]))
         self._resume(talk)
 
     def do_reset(self, _: str) -> None:
@@ -203,8 +207,7 @@ class Chat:
         except InputError:
             if not added:
                 raise
-            for document in added:
-                say(f"{document.name}: left out, as it does not fit next to those")
+            say("the new documents are left out, as they do not fit next to those of that chat")
         self.talk = talk
         if talk.turns:
             self.do_show("")
@@ -213,6 +216,7 @@ class Chat:
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents, before a question is asked."""
         self.talk = talk
+        self._wanted = talk.documents
         ids = talk.beginning
         if not talk.documents:
             return
@@ -221,8 +225,9 @@ class Chat:
             return
         suggest_larger(self._args)
         if not self._run(ids, 1).finish_reason:
-            self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
-            say("stopped; /documents shows what was read, /documents FILE reads on")
+            num_read = num_common(self._engine.held_tokens, ids)
+            self.talk = talk.cut(num_read)
+            say(f"stopped: {num_read} of {len(ids)} tokens are kept; /documents reads on")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Prints an answer to `turn`'s question after earlier turns, or goes on with its answer."""
@@ -234,9 +239,12 @@ class Chat:
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
+            raise InputError(
+                f"question and answer are {1 - room} tokens too long for the context of {context}; "
+                "Up brings it back, to shorten it; or give a file: /documents FILE, which /fit cuts"
+            )
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
-            log.info("the context is full: forgotten questions, the oldest first: %d", num_gone)
+            log.info(f"the context is full: forgotten questions, the oldest first: {num_gone}")
             self._archive.begin()  # a new file: the current one keeps what is forgotten
         state = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = next_seed(self._settings["seed"])
@@ -247,7 +255,7 @@ class Chat:
             ids = ids[:-1]
         is_cut = state.finish_reason in ("length", None)
         if is_cut:
-            log.info("(cut after %d tokens; /continue goes on)", len(ids))
+            log.info(f"(cut after {len(ids)} tokens; /continue goes on)")
         elif not state.text.strip():
             log.info("(here the model ended its answer)")
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
@@ -257,8 +265,10 @@ class Chat:
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
         """Generates at most `num_new` tokens after the ids `prompt`; prints them if `show`."""
-        reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
+        config = self._engine.config
+        reserve = min(config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
+        num_cached = num_common(self._engine.held_tokens, prompt)  # before the run takes these
         run = self._engine.generate(
             prompt,
             generation=arguments.taken(GenerationConfig, self._args),
@@ -267,7 +277,7 @@ class Chat:
         )
         with self._output() as file:
             with contextlib.suppress(KeyboardInterrupt), run:  # of a second Ctrl-C
-                print_stream(run, self._args, self._engine.config, show=show, file=file)
+                print_stream(run, self._args, config, show=show, file=file, num_cached=num_cached)
             if show:
                 print(flush=True, file=file)
                 self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
@@ -297,8 +307,8 @@ def run_command(args: Namespace) -> None:
 
         archive = Archive(state_folder())
         chat = Chat(engine, talk, args, archive, at_terminal.answer_file)
-        later = "; /resume continues the last chat" if archive.earlier else ""
-        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
+        later = f"; /resume continues {title}" if (title := title_of(archive.earlier)) else ""
+        log.info(f"ask, or /help; Ctrl-C stops, Ctrl-D leaves{later}")
         at_terminal.let_keys_wait()
         at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 

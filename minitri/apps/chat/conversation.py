@@ -6,10 +6,13 @@ the places of questions and answers, and cut there. A model without one gets pla
 
 import bisect
 import json
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
@@ -93,7 +96,7 @@ class Conversation:
         if args.fit:
             kept = max(0, min(kept, room))
         if kept > room:
-            factor = -(-(context - room + kept) // context)
+            factor = -(-(start + TALK_TOKENS + kept) // (config.rope.original_context or context))
             raise InputError(
                 f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
                 "and for questions and answers; /fit or --fit keeps what fits, "
@@ -102,15 +105,13 @@ class Conversation:
             )
         lengths = range(1, sum(sizes) + 1)
         most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))
-        cut = [Document(name, token_ids[:most], size) for name, token_ids, size in documents]
+        cut = [it._replace(token_ids=it.token_ids[:most]) for it in documents]
         return replace(self, documents=cut)
 
     @property
     def sizes(self) -> str:
         """A line for each document: how many of its tokens are kept."""
-        return "\n".join(
-            f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.documents
-        )
+        return "\n".join(f"{name}: {len(ids)} of {n} tokens" for name, ids, n in self.documents)
 
     def cut(self, num_tokens: int) -> "Conversation":
         """A copy with documents cut to what the first `num_tokens` ids hold; all turns stay."""
@@ -123,8 +124,8 @@ class Conversation:
 
     def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
         """A copy that has `change(ids)` in place of token ids, in all documents and turns."""
-        documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
-        turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
+        documents = [it._replace(token_ids=change(it.token_ids)) for it in self.documents]
+        turns = [it._replace(token_ids=change(it.token_ids)) for it in self.turns]
         return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
@@ -155,3 +156,11 @@ class Conversation:
             system, documents, turns = json.loads(note)
             parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
             return Conversation(self.tokenizer, system, *parts)
+
+
+def title_of(file: Path) -> str:
+    """When a kept conversation was last used, and its first question; "" if it cannot be read."""
+    with suppress(Exception):  # damaged files raise all kinds
+        when = time.ctime(file.stat().st_mtime)
+        return f"the chat of {when}, {json.loads(file.read_text('utf-8'))[2][0][0]!r:.60}"
+    return ""

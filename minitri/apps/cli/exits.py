@@ -93,7 +93,7 @@ def clean_exits() -> Iterator[None]:
 
 
 @contextmanager
-def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
+def on_ctrl_c(handler: Callable[..., object]) -> Iterator[None]:
     """Context in which Ctrl-C calls `handler`, a handler of signals."""
     before = signal.signal(signal.SIGINT, handler)
     try:

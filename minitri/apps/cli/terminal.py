@@ -1,9 +1,9 @@
 """Output of a run while it goes on: text, a progress bar, colors by origin."""
 
 import re
-import signal
 import sys
 from argparse import Namespace
+from signal import SIGINT, default_int_handler, getsignal, signal
 from typing import Any
 
 import minitri
@@ -42,36 +42,31 @@ def print_stream(
     *,
     show: bool,
     file: Any = None,
+    num_cached: int = 0,
 ) -> None:
-    """Runs one prompt with a progress bar, and prints its text if `show`, to `file` or standard
-    output. Ctrl-C stops the run after the next event, a second one at once. The time of a long
-    prompt is logged, predicted by the target's `config`."""
-    is_stopped = False
-
-    def stop(*_: object) -> None:
-        nonlocal is_stopped
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        is_stopped = True
-
+    """Runs one prompt with a progress bar from `num_cached` tokens on; prints its text if `show`,
+    to `file` or standard output. Ctrl-C stops the run after the next event, a second one at once.
+    The time of a long prompt is logged, predicted by the target's `config`."""
+    total = len(run.rows[0].prompt_ids)
     bar = progress_bar(
-        args, total=len(run.rows[0].prompt_ids), desc="prompt", unit=" tokens", leave=False
+        args, total=total, initial=num_cached, desc="prompt", unit=" tokens", leave=False
     )
-    with on_ctrl_c(stop), bar:
-        for event in run:
+    with on_ctrl_c(lambda *_: signal(SIGINT, default_int_handler)), bar:
+        for number, event in enumerate(run):
             if isinstance(event, PrefillProgress):
-                if not bar.n:
+                if not number:  # what was reused is known now
                     bar.n = bar.initial = bar.last_print_n = event.num_cached
                     left = seconds_left(config, run.stats.prefill_seconds, event)
                     if left > SLOW:
                         bar.clear()
-                        log.info("the prompt will be read in about %.1f minutes", left / 60)
+                        log.info(f"the prompt will be read in about {left / 60:.1f} minutes")
                 bar.update(event.num_done - bar.n)
             elif isinstance(event, Token):
                 bar.close()
                 if show:
                     text = colored(event) if args.color else shown(event.text)
                     print(text, end="", flush=True, file=file)
-            if is_stopped:
+            if getsignal(SIGINT) is default_int_handler:  # since Ctrl-C
                 break
 
 
