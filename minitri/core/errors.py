@@ -51,7 +51,7 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # libraries raise all kinds over damaged files
-        reason = str(error) if type(error) is ValueError else getattr(error, "strerror", "")
+        reason = str(error) if isinstance(error, ValueError) else getattr(error, "strerror", "")
         kind = "it lacks" if type(error) is KeyError else f"{type(error).__name__}:"
         reason = reason or f"{kind} {error}"
         raise InputError(f"{problem} ({shorten(reason, 140)}); {advice}") from error

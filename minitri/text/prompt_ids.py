@@ -51,7 +51,7 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) 
     """Raises `InputError` unless a prompt's ids are valid and leave room for `num_new` tokens. For
     a prompt that is too long the message advises `ways`, by default to shorten it."""
     if not ids:
-        raise InputError("the prompt is empty; give at least one character or token")
+        raise InputError("prompt is empty; give at least one character or token")
     for token in ids:
         if not 0 <= token < config.vocab_size:
             raise InputError(f"prompt has token id {token}; give ids 0 to {config.vocab_size - 1}")

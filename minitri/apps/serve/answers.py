@@ -13,11 +13,11 @@ from typing import Any
 from minitri import End, Event, Idle, PrefillProgress, Token
 from minitri.apps.cli.report import Json, json_line
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
-from minitri.apps.serve.protocol import ApiError, Call, Protocol
+from minitri.apps.serve.protocol import Asked, Call, ChatBody, Protocol, ResponseBody, TextBody
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
 ALIVE = b": still at work\n\n"  # a comment of a stream, by which clients see that it lives
-ITEMS: dict[str, tuple[str, str, Json]] = {
+ITEMS: dict[str, Any] = {
     "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),
     "content": ("message", "output_text", {"role": "assistant"}),
 }
@@ -40,11 +40,9 @@ class Writer:
     def __init__(self, call: Call, protocol: Protocol) -> None:
         asked = self._asked = call.asked
         self._engine = protocol.engine
-        numbers = range(len(call.requests))  # of the texts, `choices` in OpenAI's JSON
-        make_parser = call.chat.parser if call.chat else AnswerParser
-        self._parsers = [make_parser() for _ in numbers]
-        self._roles = [{"role": "assistant"} for _ in numbers]  # each until it is sent
-        self._ends: list[Any] = [None for _ in numbers]  # `End`s
+        self._parsers = [call.chat.parser() for _ in call.requests] if call.chat else []
+        self._roles = [{"role": "assistant"} for _ in call.requests]  # each until it is sent
+        self._ends: list[Any] = [None for _ in call.requests]  # `End`s
         self.id = new_id(asked.id_prefix)
         self._is_chat = asked.object_type == "chat.completion"
         self._head: Json = {
@@ -67,7 +65,7 @@ class Writer:
             choices = [
                 self._choice(n, end.text, end.tokens, end) for n, end in enumerate(self._ends)
             ]
-            return json_line({**self._head, "choices": choices, "usage": self._usage()}).encode()
+            return json_line(self._head | {"choices": choices, "usage": self._usage()}).encode()
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:
                 progress = {"processed": done, "total": total, "cache": cached}
@@ -83,13 +81,13 @@ class Writer:
                 return last + b"data: [DONE]\n\n" * is_done
         return b""
 
-    def fail(self, error: ApiError) -> bytes:
-        """Last piece of a stream that has begun and cannot go on: the error."""
-        return in_stream(error.content)
+    def fail(self, error: Json) -> bytes:
+        """Last piece of a stream that has begun and cannot go on: the error, in OpenAI's JSON."""
+        return in_stream(error)
 
     def _chunk(self, *choices: Json, **others: Json) -> bytes:
         """A server-sent event with `choices` and other fields of a streamed answer."""
-        return in_stream({**self._head, "choices": choices, **others})
+        return in_stream(self._head | {"choices": choices} | others)
 
     def _usage(self) -> Json:
         """Counts of tokens for the answer's `usage`; a prompt with several texts counts once."""
@@ -110,16 +108,14 @@ class Writer:
     ) -> Json:
         """OpenAI's choice `number`: a whole text, or a streamed part, the last one with `end`."""
         asked = self._asked
-        choice: Json = {"index": number, "logprobs": None}
         reason = end and end.finish_reason
+        choice: Json = {"index": number, "logprobs": self._logprobs(tokens)}
         choice["finish_reason"] = "stop" if reason == "eos" else reason
-        if asked.num_logprobs is not None and tokens:
-            choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
         if not self._is_chat:
             return choice | {"text": text}
-        message: Json = {**self._roles[number], "content": ""}
+        message: Json = self._roles[number] | {"content": ""}
         self._roles[number] = {}
         calls: list[Json] = []
         for kind, part, name in self._parsers[number].push(text, is_last=end is not None):
@@ -133,8 +129,10 @@ class Writer:
             choice["finish_reason"] = "length" if reason == "length" else "tool_calls"
         return choice | {"delta" if asked.stream else "message": message}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> Json:
+    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         """Log-probabilities of tokens as JSON, without end-of-sequence tokens."""
+        if self._asked.num_logprobs is None or not tokens:
+            return None
         ends = () if self._asked.ignore_eos else self._engine.config.eos_token_ids
         entries = [
             self._entry(token.token_id, token.logprob or 0.0)
@@ -157,12 +155,11 @@ class Writer:
     def _entry(self, token_id: int, logprob: float) -> Json:
         """A token as JSON: text (a part of a character by its spelling), logprob and bytes."""
         tokenizer = self._engine.tokenizer
-        spelling = tokenizer.token(token_id) or ""
-        text = tokenizer.decode([token_id])
-        if "\ufffd" in text or not text or "▁" in spelling:
-            text = spelling.replace("▁", " ")
-        utf8 = [*tokenizer.token_bytes(token_id)]
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": utf8}
+        utf8 = tokenizer.token_bytes(token_id)
+        text = utf8.decode("utf-8", "replace")
+        if "\ufffd" in text:
+            text = tokenizer.token(token_id) or text
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": [*utf8]}
 
 
 class ResponseWriter(Writer):
@@ -188,9 +185,8 @@ class ResponseWriter(Writer):
             return events or ALIVE
         return json_line(self._head).encode() if isinstance(event, End) else b""
 
-    def fail(self, error: ApiError) -> bytes:
-        problem = {"code": "server_error", "message": str(error)}
-        self._head |= {"status": "failed", "error": problem}
+    def fail(self, error: Json) -> bytes:
+        self._head |= {"status": "failed", "error": error["error"] | {"code": "server_error"}}
         return self._event("failed")
 
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
@@ -207,7 +203,7 @@ class ResponseWriter(Writer):
                 name.replace("prompt", "input").replace("completion", "output"): count
                 for name, count in self._usage().items()
             }
-            usage["input_tokens_details"] |= {"cache_write_tokens": 0}  # which clients require
+            usage["input_tokens_details"]["cache_write_tokens"] = 0  # which clients require
             usage["output_tokens_details"] = {"reasoning_tokens": 0}
             status = "completed"
             if event.finish_reason == "length":
@@ -263,3 +259,10 @@ class ResponseWriter(Writer):
                 yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
                 yield self._item_event("content_part.done", part=part)
             yield self._item_event("output_item.done", item=item)
+
+
+ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {  # body and writer, by path
+    "/v1/completions": (TextBody, Writer),
+    "/v1/chat/completions": (ChatBody, Writer),
+    "/v1/responses": (ResponseBody, ResponseWriter),
+}

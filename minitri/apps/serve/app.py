@@ -33,19 +33,10 @@ from minitri import End, Idle, InputError
 from minitri.apps.cli.documents import MAX_BYTES
 from minitri.apps.serve import metrics
 from minitri.apps.serve.access import Access
-from minitri.apps.serve.answers import ResponseWriter, Writer
-from minitri.apps.serve.chats.chat_body import FIELDS
+from minitri.apps.serve.answers import ENDPOINTS, Writer
+from minitri.apps.serve.chats.chat_body import FIELDS, ApiError
 from minitri.apps.serve.page import page
-from minitri.apps.serve.protocol import (
-    ApiError,
-    Asked,
-    Call,
-    ChatBody,
-    Protocol,
-    ResponseBody,
-    TextBody,
-    as_api_error,
-)
+from minitri.apps.serve.protocol import Call, Protocol, as_api_error
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
@@ -54,16 +45,10 @@ SECONDS = 30  # for a client to send the headers of its first request, a body, o
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
 MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128)  # 128 other files
-ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
-    "/v1/completions": (TextBody, Writer),
-    "/v1/chat/completions": (ChatBody, Writer),
-    "/v1/responses": (ResponseBody, ResponseWriter),
-}
 
 
 class Answer(StreamingResponse):
-    """Streamed HTTP response whose status is sent with its first piece.
-    So an error before that can still set it."""
+    """Streamed HTTP response whose status is sent with its first piece, so an error can set it."""
 
     async def stream_response(self, send: Send) -> None:
         pieces: Any = self.body_iterator
@@ -81,9 +66,10 @@ class Answer(StreamingResponse):
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
     """HTTP response that reports an error, in OpenAI's JSON."""
-    if isinstance(error, HTTPException):  # of Starlette: no such path, or method
-        error.detail += f"; there are {', '.join(route.path for route in request.app.routes)}"
     refused = as_api_error(error)
+    if isinstance(error, HTTPException):  # of Starlette: no such path, or method
+        paths = ", ".join(route.path_format for route in request.app.routes)
+        refused = ApiError(error.status_code, "invalid_request", f"{error.detail}; try {paths}")
     return JSONResponse(refused.content, refused.status, getattr(error, "headers", None))
 
 
@@ -128,6 +114,7 @@ class Service:
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/documents", self.documents, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/", page("chat.html")),
@@ -137,8 +124,9 @@ class Service:
         metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
-        handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
-        handlers: Any = dict.fromkeys(handled, refuse)
+        handlers: Any = dict.fromkeys(
+            [ApiError, InputError, HTTPException, ClientDisconnect, Exception], refuse
+        )
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     def _admit(self, request: Request) -> str:
@@ -200,7 +188,7 @@ class Service:
                 outcome = str(refused)
                 if not has_begun:
                     raise refused from error
-                yield writer.fail(refused)
+                yield writer.fail(refused.content)
             finally:
                 job.is_cancelled = True
                 log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
@@ -235,11 +223,11 @@ class Service:
         return Response(read, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        """Lists all names of the model, an endpoint of OpenAI's API."""
+        """Lists all names of the model, or describes the one in the path, as OpenAI's API does."""
         self._admit(request)
-        context = self.protocol.context
-        about = {"object": "model", "created": 0, "owned_by": "minitri", "max_model_len": context}
-        models = [{"id": name, **about} for name in self.protocol.names]
+        if name := request.path_params.get("name"):
+            return JSONResponse(self.protocol.model(name))
+        models = [self.protocol.model(name) for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
     async def metrics(self, request: Request) -> Response:

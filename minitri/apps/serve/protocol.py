@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AliasChoices, BeforeValidator, Field
-from starlette.exceptions import HTTPException
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.apps.cli.arguments import field_texts
 from minitri.apps.cli.documents import read_apart
 from minitri.apps.cli.report import Json, json_line
-from minitri.apps.serve.chats.chat_body import Body, Conversation, Many, Message, checked
+from minitri.apps.serve.chats.chat_body import ApiError, Body, Conversation, Many, Message, checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import MAX_COUNT, FaultError, explain, shorten
 from minitri.core.fields import changed, refuse
@@ -24,14 +23,11 @@ from minitri.files.hf_config import without_null
 from minitri.text import matcher, prompt_ids
 
 Texts = str | Many[str]
+Number = float | None
+Whole = int | None
 LENGTHS = AliasChoices("max_tokens", "max_completion_tokens", "max_output_tokens")
-VLLM: Any = {
-    "json": ("json_schema", dict | str),
-    "choice": ("choice", list),
-    "regex": ("regex", str),
-    "grammar": ("lark", str),
-}
-"""By vLLM's name of a form: kind of its `Grammar`, and type of the value in JSON."""
+VLLM = {"json": "json_schema", "choice": "choice", "regex": "regex", "grammar": "lark"}
+"""By vLLM's name of a form: kind of its `Grammar`."""
 NOTES = {"name", "description", "strict"}  # fields of a response_format that change nothing here
 FORMS = AliasChoices("response_format", "structured_outputs", "text")
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
@@ -39,8 +35,7 @@ STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every to
 
 def like(name: str) -> Any:
     """Optional field with the bounds and help text of a field of `SamplingParams`."""
-    field = SamplingParams.__dataclass_fields__[name]
-    least, most = field.metadata.get("range", (None, None))
+    least, most = SamplingParams.__dataclass_fields__[name].metadata.get("range", (None, None))
     return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
 
 
@@ -60,9 +55,9 @@ def read_form(form: Json | None) -> Grammar | None:
             return Grammar("json_schema", {"type": "object", **schema})
         case ["json_schema", ("schema", schema)]:
             return Grammar("json_schema", json.dumps(schema))
-        case [None, (name, text)] if name in VLLM and isinstance(text, VLLM[name][1]):
-            return Grammar(VLLM[name][0], text)
-    raise InputError(f"the form is {shorten(repr(form), 60)}; see response_format at /docs")
+        case [None, ("json" | "choice" as name, text)] | [None, (name, str(text))] if name in VLLM:
+            return Grammar(VLLM[name], text)
+    raise InputError(f"response_format is {shorten(json.dumps(form), 60)}; see its forms at /docs")
 
 
 class StreamOptions(Body):
@@ -80,24 +75,24 @@ class Fields(Body):
     default_length: ClassVar[int] = MAX_COUNT  # if the client gives none: as many as fit
     model: str = ""
     """One of the names at /v1/models. Default: the first."""
-    temperature: float | None = like("temperature")
-    top_k: int | None = like("top_k")
-    top_p: float | None = like("top_p")
-    min_p: float | None = like("min_p")
-    repetition_penalty: float | None = like("repetition_penalty")
-    presence_penalty: float | None = like("presence_penalty")
-    frequency_penalty: float | None = like("frequency_penalty")
+    temperature: Number = like("temperature")
+    top_k: Whole = like("top_k")
+    top_p: Number = like("top_p")
+    min_p: Number = like("min_p")
+    repetition_penalty: Number = like("repetition_penalty")
+    presence_penalty: Number = like("presence_penalty")
+    frequency_penalty: Number = like("frequency_penalty")
     logit_bias: dict[str, float] | None = like("logit_bias")
     bad_words: Texts | None = like("bad_words")
-    min_tokens: int | None = like("min_tokens")
-    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, validation_alias=LENGTHS)
+    min_tokens: Whole = like("min_tokens")
+    max_tokens: Whole = Field(None, ge=1, le=MAX_COUNT, validation_alias=LENGTHS)
     """Most tokens of the answer, also as max_completion_tokens or max_output_tokens. Default: 16,
     of a chat as many as the context has room for."""
     stop: Texts = ()
     """A text, or a list of texts, before which the answer ends. At most 1024 characters in all."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
+    seed: Whole = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
     """Seed of the random numbers, by default drawn: a request has one answer per seed, whatever was
     asked before or runs next to it, unless the server has --no-coupled, or a GPU rounds otherwise.
     Its higher and lower 32 bits are combined by exclusive or, and i is added for answer i."""
@@ -132,7 +127,7 @@ class TextBody(Fields):
     default_length = 16
     prompt: str | Many[int] | Many[str | Many[int]] = ""
     """A text, a list of token ids, or a list of such prompts, which are answered in this order."""
-    num_logprobs: int | None = Field(None, ge=0, le=20, validation_alias="logprobs")
+    num_logprobs: Whole = Field(None, ge=0, le=20, validation_alias="logprobs")
     """Add log-probabilities: of each token, and of this many that are likeliest."""
 
 
@@ -143,11 +138,11 @@ class ChatBody(Fields, Conversation):
     object_type = "chat.completion"
     logprobs: bool = False
     """Add log-probabilities."""
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Whole = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
 
     @property
-    def num_logprobs(self) -> int | None:
+    def num_logprobs(self) -> Whole:
         return self.top_logprobs or (0 if self.logprobs else None)
 
 
@@ -168,8 +163,9 @@ def messages_of(items: Any) -> object:
             case {"type": "function_call_output", "call_id": call_id, "output": content}:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"role": _, "content": _} if item.get("type", "message") == "message":
-                about = ("type", "id", "status")
-                messages.append({name: item[name] for name in item if name not in about})
+                messages.append(
+                    {name: item[name] for name in item if name not in ("type", "id", "status")}
+                )
             case _:
                 raise ValueError("give a text, or a list of messages and calls")
     return messages
@@ -220,18 +216,23 @@ class Protocol(NamedTuple):
         num_tokens = len(self.engine.tokenizer.encode_marked(part)) * len(text) // len(part)
         return json_line({"text": text, "format": encoding, "num_tokens": num_tokens})
 
+    def model(self, name: str) -> Json:
+        """The model as OpenAI's API describes it, by one of its names or "". Raises `ApiError`."""
+        if name not in ("", *self.names):
+            message = f"model {shorten(repr(name), 60)} is not served; use {self.names[0]}"
+            raise ApiError(404, "model_not_found", message, "model")
+        about = {"object": "model", "created": 0, "owned_by": "minitri"}
+        return {"id": name, **about, "max_model_len": self.context}
+
     def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:
         """Makes a `Call` of an HTTP body of this `kind` from the client of this name. Raises
         `InputError`, or `ApiError` with OpenAI's code. With a `salt`, prompts reuse K and V only of
         prompts with the same salt and end user."""
-        with explain("the body is no object of JSON", "send an object"):
-            content = {**json.loads(body)}
+        with explain("the body is no JSON", "send an object"):
+            content = json.loads(body)
         asked = checked(kind, content, lenient=self.lenient)
-        if asked.model not in ("", *self.names):
-            message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
-            raise ApiError(404, "model_not_found", message)
+        self.model(asked.model)
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
-        owner = salt and f"{salt}/{user!a}"
         if isinstance(asked, TextBody):
             chat = None
             texts = prompt_ids.split_prompts(asked.prompt)
@@ -249,7 +250,7 @@ class Protocol(NamedTuple):
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
-                owner=owner,
+                owner=salt and f"{salt}/{user!a}",
                 client=client,
                 shown=chat.shown if chat else (),
             )
@@ -274,20 +275,13 @@ class Protocol(NamedTuple):
         room = self.context - num_prompt_tokens
         num_new = asked.max_tokens or max(1, min(room, asked.default_length))
         if num_new > room:
-            got = f"{num_prompt_tokens} + {num_new} tokens exceed {self.context}"
-            text = f"{got}; shorten the prompt, or lower max_tokens"
-            raise ApiError(400, "context_length_exceeded", text)
+            raise ApiError(
+                400,
+                "context_length_exceeded",
+                f"{num_prompt_tokens} + {num_new} tokens exceed {self.context}; "
+                "shorten the prompt, or lower max_tokens",
+            )
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
-
-
-class ApiError(Exception):
-    """Error for a refused request: an HTTP status, OpenAI's code for it, and one line."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -295,12 +289,12 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case HTTPException():
-            return ApiError(error.status_code, "invalid_request", error.detail)
         case InputError():
-            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
-            message = str(InputError(error.message, *ways))
+            # Without settings of the library.
+            message = str(InputError(error.message, *(way for way in error.ways if "=" not in way)))
             if isinstance(error, FaultError):
                 return ApiError(503, "unavailable", message)
-            return ApiError(400, "invalid_request", message)
+            name = message.split()[0]  # as errors of settings begin
+            known = TextBody.model_fields | ChatBody.model_fields
+            return ApiError(400, "invalid_request", message, name if name in known else None)
     return ApiError(500, "internal_error", f"a bug: {shorten(repr(error))}; see the server's log")

@@ -47,12 +47,11 @@ def run_command(args: Namespace) -> None:
             names = [*dict.fromkeys([engine.config.name, Path(args.model).name])]
             protocol = Protocol(engine, names, sampling, context, args.ignore_unknown_fields)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
-            server = Server(service, args.grace, args.stall_seconds)
             size = f"{num_rows} requests at a time, of {context} tokens each, in {gib:.1f} GiB"
             where = "{}:{}".format(*listener.getsockname())
             boot.suggest_larger(args)
             log.info("%s at http://%s/v1: %s; Ctrl-C ends", engine.config.name, where, size)
-            server.run(sockets=[listener])
+            Server(service, args.grace, args.stall_seconds).run(sockets=[listener])
     log.info("stopped")
 
 

@@ -59,8 +59,7 @@ def test_no_client_has_more_requests_than_its_share(server, tokenizing, access):
             assert (answer.status_code, "ask for less" in answer.text) == (429, True)
     assert [it.status_code for it in refused] == [429, 503]
     assert "2 are yours (at most 4, and 2)" in refused[0].text
-    codes = [it.json()["error"]["code"] for it in refused]
-    assert codes == ["rate_limit_exceeded", "queue_full"]
+    assert [it.json()["error"]["code"] for it in refused] == ["rate_limit_exceeded", "queue_full"]
     assert "One more" not in texts
 
 

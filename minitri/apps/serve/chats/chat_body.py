@@ -10,15 +10,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from minitri.apps.cli.report import Json
-from minitri.core.errors import InputError, shorten
+from minitri.apps.cli.report import Json, json_line
+from minitri.core.errors import shorten
 from minitri.files.hf_config import without_null
 
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
-"""`advice` by the type of pydantic's error, where pydantic's words are meant for Python; `ignored`
-unknown fields, which change no answer; and `neutral` values of unknown fields, which ask for
-nothing, as null does in all fields. Elsewhere false, 0 or an empty list may ask for something."""
+"""`advice` by pydantic's type of error, where its words are for Python, and by field, if that is
+given under two names; `ignored` unknown fields, which change no answer; `neutral` values of unknown
+fields, which ask for nothing, as null does. Elsewhere false, 0 or [] may ask for something."""
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
 
@@ -43,11 +44,18 @@ class Body(pydantic.BaseModel):
         }
 
 
-B = TypeVar("B", bound=Body)
+class ApiError(Exception):
+    """Error for a refused request: HTTP status, OpenAI's code, one line, and perhaps a field."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """Checks a JSON object by the pydantic model `kind`. Raises `InputError` about the innermost
+    """Checks a JSON object by the pydantic model `kind`. Raises `ApiError` about the innermost
     problem. Unknown fields are refused, or ignored if `lenient`."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
@@ -56,17 +64,20 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     place = ".".join(  # without the kinds of fields that may be a text or a list
         step for step in map(str, problem["loc"]) if step != "str" and not step.startswith("tuple[")
     )
-    got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
-    advice = FIELDS["advice"].get(problem["type"], "{msg}")
-    if problem["type"] == "extra_forbidden":
+    fault = problem["type"]
+    got = "missing" if fault == "missing" else shorten(json_line(problem["input"]), 60)
+    advice = FIELDS["advice"].get(fault, "{msg}")
+    if fault == "extra_forbidden":
         schema = kind.model_json_schema()
         *outer, name = problem["loc"]
         objects = schema["$defs"].values() if outer else [schema]
         known = {field for each in objects for field in each["properties"]}
         for near in get_close_matches(name, known - content.keys(), 1, 0.8):
             advice = f"did you mean {near}?"
+        advice = FIELDS["advice"].get(place, advice)
     advice = advice.format(**problem, **problem.get("ctx", {}))
-    raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
+    message = f"{shorten(place, 80) or 'body'} is {got}; {advice}"
+    raise ApiError(400, "invalid_request", message, place or None)
 
 
 class Part(Body, extra="ignore"):

@@ -31,7 +31,7 @@ class ChatPrompt:
         choice = asked.tool_choice
         offered = () if choice == "none" else asked.tools
         tools = [
-            {"type": tool.type, "function": tool.model_dump(exclude={"type", "strict"})}
+            {"type": "function", "function": tool.model_dump(exclude={"type", "strict"})}
             for tool in offered
         ]
         may_call = () if asked.continue_final_message else offered
@@ -44,18 +44,19 @@ class ChatPrompt:
         source = tokenizer.tool_template or tokenizer.chat_template
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
         if source and "tools" not in source and (has_calls or tools):
-            raise InputError("the model's chat template leaves tools out; use one that has them")
+            raise InputError("the chat template leaves tools out; use a model such as qwen2.5-1.5b")
         form = format_of(source)
         turns = [*one_call_each(turns)] if form.is_bare else turns
         text = tokenizer.render_chat(turns, tools)
         self.token_ids = tokenizer.encode_marked(text) + tokenizer.encode_marked(self._begun)
-        self._thinks = text.rstrip().endswith(THINK)
         self._form = form if self.functions else None
-        tags = [THINK, END_THINK, *((form.opening, form.closing) if self.functions else ())]
+        tags = [THINK, END_THINK]
+        if self.functions:
+            tags += [form.opening, form.closing]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        self._rules = {  # variables of the grammar's template
-            "thinks": self._thinks,
+        self._rules: Json = {  # variables of the grammar's template
+            "thinks": text.rstrip().endswith(THINK),
             "may_think": THINK in source,
             "controls": controls,
             "is_auto": choice == "auto",
@@ -67,7 +68,7 @@ class ChatPrompt:
         if not self._form:
             return form
         if form and not form.kind.startswith("json"):
-            raise InputError("a form that is not JSON is given with tools; leave one of them out")
+            raise InputError("response_format is no JSON, next to tools; leave one of them out")
         with explain("response_format cannot be held", "simplify it"):
             reply = form and schema_text(form.text or '{"type": "object"}')
         schemas = schemas_of(self.functions)
@@ -82,7 +83,7 @@ class ChatPrompt:
 
     def parser(self) -> AnswerParser:
         """Parser of the answer; it has read the last message if the answer is to continue that."""
-        made = AnswerParser(self._form, thinks=self._thinks)
+        made = AnswerParser(self._form, thinks=self._rules["thinks"])
         made.push(self._begun)
         return made
 
