@@ -1,9 +1,9 @@
 """Output of a run while it goes on: text, a progress bar, colors by origin."""
 
 import re
+import signal
 import sys
 from argparse import Namespace
-from signal import SIGINT, default_int_handler, getsignal, signal
 from typing import Any
 
 import minitri
@@ -47,11 +47,18 @@ def print_stream(
     """Runs one prompt with a progress bar from `num_cached` tokens on; prints its text if `show`,
     to `file` or standard output. Ctrl-C stops the run after the next event, a second one at once.
     The time of a long prompt is logged, predicted by the target's `config`."""
+    is_stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopped
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_stopped = True
+
     total = len(run.rows[0].prompt_ids)
     bar = progress_bar(
         args, total=total, initial=num_cached, desc="prompt", unit=" tokens", leave=False
     )
-    with on_ctrl_c(lambda *_: signal(SIGINT, default_int_handler)), bar:
+    with on_ctrl_c(stop), bar:
         for number, event in enumerate(run):
             if isinstance(event, PrefillProgress):
                 if not number:  # what was reused is known now
@@ -66,7 +73,7 @@ def print_stream(
                 if show:
                     text = colored(event) if args.color else shown(event.text)
                     print(text, end="", flush=True, file=file)
-            if getsignal(SIGINT) is default_int_handler:  # since Ctrl-C
+            if is_stopped:
                 break
 
 

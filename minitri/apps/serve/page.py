@@ -18,9 +18,5 @@ def page(name: str) -> HTMLResponse:
     for tag, content in re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         policy += f"; {tag}-src 'sha256-{digest}'"
-    headers = {
-        "content-security-policy": policy,
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-    return HTMLResponse(text, headers=headers)
+    headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
+    return HTMLResponse(text, headers=headers | {"cache-control": "no-cache"})
