@@ -30,11 +30,11 @@ class Scheduler:
     ) -> None:
         """Queues these requests, which others may follow if `is_open`.
         `is_offloaded`: K and V are in host memory."""
-        self.admitted: dict[int, RequestState] = {}
+        self.admitted = dict[int, RequestState]()
         """Admitted requests by row of the batch, the oldest first."""
-        self.unread: dict[int, int] = {}
+        self.unread = dict[int, int]()
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
-        self.latest_admissions: dict[str, tuple[int, int]] = {}
+        self.latest_admissions = dict[str, tuple[int, int]]()
         """By client: the number of its latest admission among all clients', and its admissions."""
         self._num_rows = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
