@@ -23,7 +23,7 @@ PROGRAMS = {  # name of a program: its module in minitri, which has a `main`
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program that `argv` begins with, or `generate`; None: the command line's words."""
+    """Runs the program that `argv` names first, else `generate`; None: the command line's words."""
     argv = sys.argv[1:] if argv is None else argv
     with clean_exits():
         if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin.isatty()):

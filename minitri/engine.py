@@ -97,7 +97,7 @@ class Engine(AbstractContextManager["Engine"]):
         seed: int | Sequence[int] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Starts a run over one prompt or several, each a text or a list of token ids.
+        """Starts a run over one prompt or several, texts or lists of token ids: it yields events.
 
         `settings` are fields such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"`,
         or whole: `sampling` (by default `sampling_defaults`, as in all programs; temperature 0 is
@@ -114,7 +114,8 @@ class Engine(AbstractContextManager["Engine"]):
         return self._run(requests, generation, speculation)
 
     def chat(self, messages: Messages, **settings: Any) -> Generation:
-        """Starts a run that answers messages, see `Tokenizer.encode_chat`; else as `generate`."""
+        """Starts a run that answers messages: one user's text, or dicts with `role` and `content`.
+        `settings` are those of `generate`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
@@ -123,7 +124,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
         """Generates text after one prompt for asyncio: yields events; `settings` as in `generate`.
-
         A thread computes. Concurrent calls are rows of one batch, at most 8 at a time; one that
         needs other settings of a run, or more room, waits for the others to end. Leaving the loop
         ends a text; a seed repeats it if `coupled`. Raises `InputError` at the first event."""
@@ -137,12 +137,13 @@ class Engine(AbstractContextManager["Engine"]):
             job.is_cancelled = True
 
     def achat(self, messages: Messages, **settings: Any) -> AsyncGenerator[Event, None]:
-        """Answers messages, as `agenerate` continues a prompt; raises `InputError` at once."""
+        """Answers messages, a text or dicts with `role` and `content`: yields events as `agenerate`
+        does, with `settings` of `generate`. Raises `InputError` at once."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of a text's N tokens but the first, by logits without filters:
-        (N - 1,), float32 on the CPU. Raises `InputError`, also where memory has no room for K and V
+        """Natural log-probabilities, (N - 1,) in float32 on the CPU, of a text's N tokens but the
+        first, by unfiltered logits. Raises `InputError`, also where memory has no room for K and V
         of the text next to the KV caches that the engine keeps; `release` frees these."""
         return torch.tensor([logprob for logprob, _ in self.scoring(text).result().prompt_scores])
 
@@ -167,10 +168,8 @@ class Engine(AbstractContextManager["Engine"]):
         **settings: Any,
     ) -> Generation:
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
-
-        The `row` of an event is the request's number, from 0. `settings` are those of the run: a
-        field such as `method`, or `generation` and `speculation`. Raises `InputError`, which names
-        the request, before any work."""
+        Events number requests by `row`, from 0. `settings` of the run are fields such as `method`,
+        or whole: `generation`, `speculation`. Raises `InputError` about a request before work."""
         check_run(batch_size, settings)
         _, generation, speculation = settings_of(SamplingParams(), **settings)
         requests = list(requests)
@@ -179,7 +178,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._run(requests, generation, speculation, batch_size)
 
     def open(self, *, batch_size: int = MAX_ROWS, **settings: Any) -> Generation:
-        """Starts an open run, which takes requests by `Generation.submit` until it is closed.
+        """Starts a run of `batch_size` rows, which takes requests by `Generation.submit`.
 
         `settings` are those of `stream`, and `sampling`. A row has room for `reserve` tokens of
         prompt and output, by default 4096 or the context. On a GPU all requests run slower while
@@ -197,7 +196,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _merge(
         self, sampling: SamplingParams | None = None, json_schema: Any = None, **settings: Any
     ) -> tuple[SamplingParams, GenerationConfig, SpeculationConfig]:
-        """Settings by keywords of `generate`; `sampling` is by default `sampling_defaults`."""
+        """Makes settings of keywords of `generate`: whole ones, their fields, and a `json_schema`,
+        which becomes the grammar. `sampling` is by default `sampling_defaults`."""
         if json_schema is not None:
             if settings.get("grammar") is not None:
                 raise InputError("json_schema and grammar are both given; leave one of them out")
@@ -219,7 +219,7 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(state.request.generation.max_new_tokens for state in states)
         generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(state.prompt_ids) for state in states), reverse=True)[:batch_size]
-        # CUDA graphs have one request's filters, a sampled one's if any: greedy rows use any.
+        # CUDA graphs have one request's filters, a sampled one's if any is; greedy rows fit all.
         wanted = [request.sampling for request in requests]
         sampling = max(wanted, key=lambda sampling: (sampling.temperature > 0, sampling.form))
         shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
@@ -230,7 +230,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
     ) -> tuple[Worker, Request, MemoryShape]:
-        """For `agenerate`: the worker, the request, and the memory shape of the run to join."""
+        """For `agenerate`: the worker's thread, the request for `prompt`, and the shape of the
+        memory (rows, lengths, settings) of the run to join; `settings` as in `generate`."""
         check_process(self.models)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
@@ -263,11 +264,11 @@ class Engine(AbstractContextManager["Engine"]):
         return len(held.tokens)
 
     def open_kv_store(self, folder: str, num_bytes: int) -> None:
-        """Shares K and V of prompts by a folder of at most `num_bytes`, until `release`."""
+        """Shares K and V of prompts with other engines by a folder of at most `num_bytes`."""
         self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:
-        """Frees what is kept between runs: KV caches, graphs, `load_kv`'s file, the KV store."""
+        """Frees memory kept between runs: KV caches, CUDA graphs, a loaded snapshot, KV store."""
         with self.models.lock:
             self._pool.clear()
 
@@ -283,6 +284,6 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def open_run(shape: MemoryShape, pool: MemoryPool, tokenizer: Tokenizer) -> Generation:
-    """Starts a run with memory of this shape, which takes requests until it is closed."""
+    """Starts a run in memory of this shape from `pool`; it takes requests until it is closed."""
     make = partial(prepare, model=pool.models.target, tokenizer=tokenizer)
     return Generation([], shape, pool, make)

@@ -3,7 +3,7 @@
 Texts, or with --json objects of JSON, go to standard output, everything else to standard error.
 Exit codes: 0 done, 2 bad input, or no memory or disk (one line), 130 interrupted; 1 is a bug."""
 
-if __name__ == "__main__":  # `main` imports this file anew, guarding Ctrl-C, and then exits
+if __name__ == "__main__":  # `command` imports this file anew, guarding Ctrl-C, and then exits
     import sys
 
     from minitri import __main__ as command
@@ -68,5 +68,4 @@ def one(run: "minitri.Generation", args: Namespace, engine: "minitri.Engine") ->
     return 0 if run.rows[0].finish_reason else 130
 
 
-# Parses the command line by `build_parser`, then calls `run_command`.
 main = program(build_parser, run_command, parallel=True)

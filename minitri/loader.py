@@ -59,7 +59,7 @@ class OpenEngine:
     So a program can check a prompt before the minutes that large weights take."""
 
     def __init__(self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any):
-        """Opens the models' files; `fields`: the other arguments of `load`. Raises `InputError`."""
+        """Opens the models' files; all arguments are those of `load`. Raises `InputError`."""
         choice = ModelChoice(**fields)
         if drafter is not None:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):

@@ -1,6 +1,6 @@
-"""Worker: a thread that serves requests of many asyncio tasks, as rows of one open run.
+"""Worker: a thread that computes for many asyncio tasks, whose requests are rows of one batch.
 
-The thread takes new jobs between two events of the run. A job that needs a run of another kind
+The thread takes new jobs between two events of a run. A job that needs a run of another kind
 waits until all others end. When a run fails, its jobs get the error, and later jobs a new run."""
 
 import asyncio
@@ -23,7 +23,8 @@ class Job:
     """Requests of one caller, with a queue of their events for the asyncio loop of the caller."""
 
     def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
-        """A job for a run of this `kind`, which the worker's `open_run` takes; other kinds wait."""
+        """Makes a job. Jobs of equal `kind` (of any type that `Worker.open_run` takes, such as a
+        memory shape) share a run; those of another kind wait until it has ended."""
         self.requests = requests
         self.kind = kind
         self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
@@ -54,10 +55,11 @@ class Job:
 
 
 class Worker:
-    """Runs jobs in a thread of its own; jobs of one kind run at the same time, in one batch."""
+    """Runs jobs in its own thread; jobs of equal `kind` run at the same time, in one batch."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """Makes a worker; `open_run(kind)` opens a run for such jobs, `run` is open for None."""
+        """Makes a worker. `open_run(kind)` opens a run for jobs of this `Job.kind`; `run`, if
+        given, is open already, for jobs of kind None."""
         self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run
@@ -69,7 +71,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Queues a job, which then gets events. Raises `FaultError` if closed or stuck (`tick`)."""
+        """Queues a job for the thread. Raises `FaultError` after `close`, or if `tick` gave up."""
         if self._num_quiet >= NUM_TICKS:
             raise FaultError(self.problem)
         self._waiting.append(job)
@@ -79,7 +81,7 @@ class Worker:
             raise FaultError(CLOSED) from error
 
     def give_up(self, problem: str) -> None:
-        """Ends all jobs with `problem` as error, although the thread may still compute."""
+        """Ends all jobs with the error `problem`, although the thread may still compute."""
         log.error("%s", problem)
         self.problem = problem
         report(FaultError(problem), *self._jobs.values(), *self._waiting)
@@ -99,7 +101,6 @@ class Worker:
         self._end_run()
 
     def _work(self) -> None:
-        """Serves jobs in the computing thread until none is left."""
         while (self._waiting or self._jobs) and not self._is_closed:
             job = self._waiting[0] if self._waiting else None
             if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
@@ -122,7 +123,6 @@ class Worker:
             report(error, job)
 
     def _renew(self, kind: Any) -> Generation:
-        """Closes the current run and opens one for jobs of this kind."""
         self._end_run()
         self._run = self._open(kind)
         self._kind = kind

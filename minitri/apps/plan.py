@@ -1,9 +1,8 @@
 """Placement planner: `minitri plan` says what fits where and how fast it can be, loading nothing.
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
-them at boot, and milliseconds per token, as the autotuner predicts them. GPUs by name are rows of
-hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s.
-"""
+before a run, and milliseconds per token, as the autotuner predicts. GPUs by name are rows of
+hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s."""
 
 import functools
 import json
@@ -40,7 +39,7 @@ class Site(NamedTuple):
 
 
 def site_of_row(row: str) -> Site:
-    """Reads a GPU from a row of `hardware.txt`, with speeds as low as practice reaches."""
+    """Reads a GPU from a row of `hardware.txt`, with speeds that are reached in practice."""
     name, gib, memory, link, tflops, source = row.split(None, 5)
     speeds = [REACHED * 1e9 * float(memory), 0.5e12 * float(tflops), REACHED * 1e9 * float(link)]
     return Site(name, float(gib), card(*speeds), f"{REACHED:.0%} of {source}")
@@ -51,7 +50,7 @@ SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 
 
 def config_of(name: str) -> ModelConfig:
-    """Config of a model, read without its weights. Raises `InputError`."""
+    """Config of a model, by its name or path, read without weights. Raises `InputError`."""
     if row := MODELS.get(name):
         return row.shape
     files = locate_config(name)
@@ -81,7 +80,7 @@ def demand_of(args: Namespace) -> Demand:
 
 
 def site_of(args: Namespace) -> Site:
-    """The device to plan for: by flags, or this machine's GPU, or CPU (then host_memory is 0)."""
+    """The device to plan for: that of flags, or this machine's GPU, or CPU without host memory."""
     if args.gpu is not None:
         if not (site := SITES.get(args.gpu.lower())):
             raise InputError(f"there is no --gpu {shorten(args.gpu, 60)}; see --gpu list")
@@ -140,7 +139,8 @@ def run_command(args: Namespace) -> None:
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """Row of the table, by `COLUMNS`, with the KV cache of `on_chip` layers on the device."""
+    """Row of the plan's table, values by `COLUMNS`: memory and speed with the KV cache of `on_chip`
+    layers on the device, and that of the others in `host_bytes` of host memory."""
     work = Workload(  # of each GPU, with a full context
         needs.config,
         needs.draft,

@@ -1,1 +1,1 @@
-"""The engine: token ids in, token ids out. Imports torch and nothing else."""
+"""The engine: token ids in, token ids out. Imports torch and the standard library alone."""

@@ -105,13 +105,13 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused GPU kernels, and CPU kernels that draft in one call, know all options."""
+        """Whether fused GPU kernels, and CPU ones for drafting, support all the model's options."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
         return self.has_kernels and not (is_scaled or self.unrotated_layers)
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the compiled CPU kernels know all the model's options."""
+        """Whether the compiled CPU kernels support all the model's options."""
         is_llama = self.norms_before and not (self.norms_after or self.wide_norms or self.geglu)
         return is_llama and not (self.joint_norm or self.window)
 
@@ -143,8 +143,8 @@ class ModelConfig:
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A config whose trained context is extended by a setting such as `yarn:4`.
-    It replaces the scaling in `config`. Raises `InputError`."""
+    """A copy of `config` with the context extended by `text`, KIND:FACTOR, such as `yarn:4`.
+    This replaces the RoPE scaling in `config`. Raises `InputError`."""
     if config.rope.frequency_divisors:
         got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")

@@ -1,5 +1,5 @@
 """Exceptions of minitri, with messages of one line: what is wrong, what was got, what to do.
-Programs print an `InputError` and exit with 2; others, but for the system's errors, are bugs."""
+Programs print an `InputError` and exit with code 2; others are bugs, or the system's errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies, added at the end.
-    Programs show a setting, `budget=30`, as a flag, and leave out ways whose flag they lack."""
+    """Bad input: a wrong file, flag, setting or prompt. Remedies, `ways`, end the message.
+    Programs show a setting, `budget=30`, as a flag, and leave out `ways` whose flag they lack."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))
@@ -23,8 +23,8 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """Error: logits or distributions of a row are not finite.
-    Its message is empty, or says why the row's grammar failed, which makes its logits NaN."""
+    """Logits or next-token distributions of a row of the batch are not finite.
+    The message is empty, or says why the row's grammar failed, which makes the logits NaN."""
 
 
 def shorten(text: object, limit: int = 200) -> str:
@@ -35,7 +35,7 @@ def shorten(text: object, limit: int = 200) -> str:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises `InputError`, which names the text `what`, for lone surrogates (bytes not UTF-8)."""
+    """Raises `InputError` for lone surrogates (bytes not UTF-8) in `text`, described by `what`."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -45,7 +45,7 @@ def check_unicode(text: str, what: str) -> None:
 
 @contextmanager
 def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
-    """Context that turns any exception into an `InputError`: `problem (its message); advice`."""
+    """Context that turns an exception, if no `InputError`, into one: "PROBLEM (WHY); ADVICE"."""
     try:
         yield
     except InputError:

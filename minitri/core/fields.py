@@ -23,7 +23,7 @@ def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
 
 
 def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """A copy of settings with new values for its fields; other names are ignored."""
+    """A copy of a dataclass object with new `values` by field name; other names are ignored."""
     known = {name: value for name, value in values.items() if name in vars(settings)}
     return dataclasses.replace(settings, **known)  # type: ignore[type-var]
 
@@ -44,7 +44,7 @@ def expect(given: object, kind: type) -> None:
 
 
 def brief(settings: Any) -> str:
-    """A short `__repr__` for dataclasses: fields not at their defaults, in 120 characters each."""
+    """A short `repr` of a dataclass object: fields not at defaults, each in 120 characters."""
     shown = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -54,7 +54,7 @@ def brief(settings: Any) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Raises `InputError` unless every field of a settings dataclass has a valid value."""
+    """Raises `InputError` unless every field of the dataclass object `settings` is valid."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if choices := field.metadata.get("choices"):
@@ -75,6 +75,6 @@ def check_fields(settings: Any) -> None:
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:
-    """Raises `InputError`: "NAME is VALUE; ADVICE" about a field, after the class's `label`."""
+    """Raises `InputError` "NAME is VALUE; ADVICE" for field `name` of the object `settings`."""
     got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
     raise InputError(f"{got}; {advice}")

@@ -1,7 +1,7 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
 A `Generation` computes only while its caller asks for the next event. A running request has a row
-of the batch; at its end a waiting one gets that. Each text follows the model's distribution.
+of the batch; at its end a waiting one gets the row. Each text follows the model's distribution.
 The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N tokens, V vocab.
 """
 
@@ -37,7 +37,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         prepare: Callable[[int, Request], RequestState] | None = None,
     ) -> None:
         """Starts a run of the requests in `rows`, with memory of this `shape` from `pool`.
-        With `prepare`, which makes a request's state, the run is open: `submit` adds requests."""
+        With `prepare(number, request)`, which makes a request's state, `submit` adds requests."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
@@ -83,13 +83,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the run and returns its memory to the pool; `next` then raises `StopIteration`."""
+        """Ends the run and keeps its memory for the next; `next()` then raises `StopIteration`."""
         with computing(self._pool.models):
             self._events.close()
             self._end()
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
-        """Ends the run. `is_kept`: the pool takes its memory; `was_interrupted`: by an error."""
+        """Ends the run; keeps its memory for the next if `is_kept`. `was_interrupted`: by error."""
         self._prefills.clear()
         if self._stack and is_kept:
             for b in self._scheduler.admitted:
@@ -98,13 +98,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._stack = None
 
     def result(self) -> End:
-        """Runs to the end; returns the output of the run's only prompt. Raises `InputError`."""
+        """Runs to the end; returns the only prompt's `End`. Raises `InputError` for several."""
         if len(self.rows) != 1:
             raise InputError(f"a result is of one prompt, got {len(self.rows)}; use results")
         return self.results()[0]
 
     def results(self) -> list[End]:
-        """Runs to the end; returns one output per prompt, in their order. Raises `InputError`."""
+        """Runs to the end; returns one `End` per prompt, in their order. Raises `InputError`."""
         if self._prepare:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
@@ -114,8 +114,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return [state.end(self.stats) for state in self.rows]
 
     def submit(self, request: Request) -> int:
-        """Adds a request to an open run, between two events; returns its number, `row` in events.
-        Raises `InputError` if it is too long."""
+        """Adds a request, between events, to a run of `Engine.open`; returns its number in events.
+        Raises `InputError` for other runs, and if the request is too long."""
         if not self._prepare:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         state = self._prepare(self._num_requests, request)
@@ -135,7 +135,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._scheduler.cancel(number)
 
     def _run(self, stack: Stack) -> Generator[Event, None, None]:
-        """The loop: admits requests, reads a chunk, starts rows, decodes a step, until the end."""
+        """Yields events: in a loop admits requests to rows of `stack`, reads prompts, decodes."""
         while True:
             self._admit(stack)
             if not self._scheduler.admitted:
@@ -161,7 +161,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     @contextmanager
     def _timed(self, field: str) -> Iterator[None]:
-        """Adds the time of a computation, which has no `yield` in it, to a field of `stats`."""
+        """Context that adds the seconds of its body, which must not yield, to `stats`'s `field`."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -172,7 +172,6 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             if old.finish_reason:
                 self._remove(stack, b)
         while state := self._scheduler.next_request():
-            # The best free row is one whose cache still holds the beginning of this prompt.
             free_rows = self._scheduler.free_rows
             b = stack.memory.prefix.best_row(free_rows, state.prompt_ids, state.request.owner)
             self._scheduler.admit(b, state)
@@ -195,7 +194,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return PrefillProgress(state.number, num_done, num_tokens, state.stats.num_cached_tokens)
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
-        """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""
+        """Yields events of what each row of `stack` has `emitted`; removes rows that have ended."""
         eos = stack.target.config.eos_token_ids
         for b, state in [*self._scheduler.admitted.items()]:  # the oldest request first
             if not (new := emitted.get(b)):
@@ -216,7 +215,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield state.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, state: RequestState, new: Emitted) -> list[Any]:
-        """Each new token's log-probabilities, () if not requested. Raises if the row got none."""
+        """(logprob, top_logprobs) of row b's `new` tokens; () if not requested. Raises if none."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""
@@ -227,7 +226,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return log_probs(new.logits_NV, new.tokens, num_top)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
-        """Ends row b of an open run if `error` is lack of memory or NaN; else raises `error`."""
+        """Ends row b of an `Engine.open` run for lack of memory or NaN, else raises `error`."""
         fault = fault_of(error, self._pool.models)
         if not (fault and self._prepare):
             raise error

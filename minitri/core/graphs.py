@@ -37,9 +37,9 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any, **constants: Any) -> Any:
-        """Calls a function by its CUDA graph for inputs of these shapes. If there is none, captures
-        one if `is_capturing` (`RuntimeError` if that fails), else calls the function as it is.
-        Best the largest first: smaller graphs then need no memory of their own."""
+        """Returns `function(*inputs, **constants)`, by a CUDA graph for these shapes and constants.
+        Without one captures it if `is_capturing` (may raise `RuntimeError`), else runs eagerly.
+        Capture the largest first: smaller ones then share its memory."""
         key = function, *constants.values(), tree_map(lambda it: (it.shape, it.dtype), inputs)
         function = functools.partial(function, **constants)
         if self.is_capturing and key not in self._captured:
@@ -54,7 +54,7 @@ class GraphPool:
         return output
 
     def _shared(self, use: str, tensors: Any) -> Any:
-        """Copies of tensors, in buffers that the inputs, or the outputs, of all functions share."""
+        """Copies of nested tensors, in buffers that all functions share; `use`: input or output."""
         places = itertools.count()
 
         def copy(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class GraphPool:
         return tree_map(copy, tensors)
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Warms `run` up and captures it; returns a function that replays it, and its output."""
+        """Warms `run` up, captures its CUDA graph; returns its replay function, and its output."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()

@@ -59,7 +59,7 @@ class Models:
 
 
 def demand_of(models: Models, shape: MemoryShape) -> Demand:
-    """Bytes that a run of these models in this memory shape needs."""
+    """Memory that a run of these models needs, for the lengths and settings in `shape`."""
     draft = models.draft.config if models.draft else None
     target = models.target
     captures = shape.generation.cuda_graphs and target.device.type == "cuda"
@@ -111,10 +111,10 @@ def fault_of(error: BaseException, models: Models) -> FaultError | None:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """KV caches, model runners and captured graphs of a run."""
+    """KV caches, model runners and captured CUDA graphs of a run."""
 
     models: Models
-    shape: MemoryShape  # of the run that allocated it; later ones need no more
+    shape: MemoryShape  # of the run that allocated it; later runs need no more
     full: FullCache  # of the target
     prefix: PrefixCache  # finds texts that `full` still holds
     runners: dict[str, ModelRunner]  # models with their caches by stage, from the lowest upwards
@@ -131,9 +131,9 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates caches and captures passes for runs of this shape. Raises `InputError`.
-    `full`, and `held` with its texts, are of an earlier run. Passes of the target are not
-    captured if its cache is in host memory."""
+    """Allocates caches, and runners of `models` over them, for this shape. Raises `InputError`.
+    `full` and `graphs` are of an earlier run, for reuse; so is `held`, whose texts are copied.
+    The target gets no CUDA graphs if its cache is in host memory, which `host` lends."""
     target = models.target
     speculation = shape.speculation
     needs = demand_of(models, shape)
@@ -187,7 +187,7 @@ def free_host_bytes() -> float:
 
 
 def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
-    """Bytes that each rank can use on its device (weights included) and in host memory."""
+    """Bytes that each process can use: on its device, the weights included, and in host memory."""
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     on_device = on_host
@@ -200,7 +200,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
 
 
 def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = None) -> FullCache:
-    """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
+    """An empty full cache for `needs`, if need be partly in `host` memory. Raises `InputError`."""
     L = target.config.num_layers
     shape = needs.shape
     device = target.device
@@ -241,7 +241,8 @@ class MemoryPool:
         """`id` of the latest run's memory, for `put`; a reference would keep it in memory."""
 
     def acquire(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Kept or new memory; `prompts` decide if old texts are copied. Raises `InputError`."""
+        """The latest run's memory if it serves this `shape`, else new memory. Raises `InputError`.
+        K and V of old texts are copied there if one of `prompts` (token ids) begins like them."""
         kept = self._kept
         self._kept = self._latest = None
         if not kept or not self._can_run(kept, shape):
@@ -265,8 +266,8 @@ class MemoryPool:
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Takes back `memory` from the latest run, to keep it for the next one.
-        A cache in host memory is not kept if an interruption may have cut its copies short, or if
-        the layers on the device were chosen for the lengths of this run."""
+        A cache in host memory is not kept if the run `was_interrupted`, maybe in copies to it, or
+        if the layers on the device were chosen for the lengths of this run."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = memory.full.is_hosted and (is_fitted or was_interrupted)
@@ -275,7 +276,7 @@ class MemoryPool:
 
     @property
     def held(self) -> HeldRow | None:
-        """The longest ended text whose K and V are kept between runs, else the snapshot, if any."""
+        """The longest ended text whose K and V are kept, else that of a snapshot file, if any."""
         return (self._kept and self._kept.prefix.longest) or self.snapshot
 
     def clear(self) -> None:
@@ -286,7 +287,7 @@ class MemoryPool:
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
-        """Whether the `kept` memory and its captured graphs serve a run of the `new` shape."""
+        """Whether the `kept` memory and its CUDA graphs can serve a run of the `new` shape."""
         old = kept.shape.speculation
         is_greedy = new.sampling.temperature == 0
         return (
@@ -309,6 +310,6 @@ def fits(kept: Memory, new: MemoryShape) -> bool:
 
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
-    """Whether to copy kept texts to a larger cache: on a CPU, if a prompt shares enough of one."""
+    """Whether to copy kept texts to a larger cache: on a CPU, if a prompt (ids) begins like one."""
     is_cheap = kept.full.device.type != "cuda" and not kept.full.is_hosted
     return is_cheap and any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

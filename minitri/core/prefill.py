@@ -67,9 +67,10 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """`prefill` into a cache in host memory, layer by layer; yields its progress, in tokens.
-    Hidden states of all chunks stay on the device, K and V are copied once, to the host. The row's
-    length grows after the last layer only; until then no other pass may run."""
+    """Reads a prompt but its last token into row b of a cache in host memory, layer by layer.
+    Yields its progress in tokens. `watch` gets rotated queries (L, T, H, D) of up to `max_queries`
+    tokens of each of the last chunks. Hidden states of all chunks stay on the device, K and V are
+    copied once. No other pass may run before the row's length grows, after the last layer."""
     L = model.config.num_layers
     end = len(prompt) - 1
     starts = range(full.lengths[b], end, chunk)

@@ -53,7 +53,7 @@ class End:
     __repr__ = brief
     row: int  # number of the request
     finish_reason: str
-    """Why the text ended: `eos`, `stop` or `length`; `failed` (open runs only) by `error`."""
+    """Why the text ended: `eos`, `stop` or `length`; `failed`, in `Engine.open`, by `error`."""
     text: str  # texts of all `tokens`, joined
     token_ids: tuple[int, ...]  # all generated tokens, with an end-of-sequence token
     seed: int  # given with the request, or drawn for it
@@ -67,7 +67,7 @@ class End:
 
 @dataclass(frozen=True)
 class Idle:
-    """Event: an open run (`Engine.open`) has nothing to do until the next `submit`."""
+    """Event: a run of `Engine.open` has nothing to do until the next `submit`."""
 
 
 Completion = End  # result of `Engine.complete`
@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields`: our other fields, or new values in the two settings. Raises `InputError`."""
+        """`fields`: other fields, or fields of `sampling` and `generation`. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:
@@ -135,7 +135,8 @@ class RequestState:
         return "".join(token.text for token in self.tokens)
 
     def push(self, token_id: int, origin: str, eos: tuple[int, ...], *logprobs: Any) -> Token:
-        """Appends a token; returns its event with `logprobs`. The last one sets `finish_reason`."""
+        """Appends a token of this `origin`; returns its event, whose last fields are `logprobs`.
+        The text's last token, such as an end-of-sequence id in `eos`, sets `finish_reason`."""
         generation = self.request.generation
         self.stats.num_generated_tokens += 1
         self.stats.by_origin[origin] += 1
@@ -186,7 +187,8 @@ def settings_of(
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of `settings` with new `values` for fields of these names. Raises `InputError`."""
+    """Copies of `settings` (sampling, then generation, speculation) with `values` by field name.
+    Raises `InputError` for a name or value that no field takes."""
     kinds = (SamplingParams, GenerationConfig, SpeculationConfig)
     for group, kind in zip(settings, kinds, strict=False):
         expect(group, kind)

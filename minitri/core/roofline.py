@@ -32,14 +32,14 @@ class Machine:
     flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
-# Fitted to the tables of section "... what auto gains" of tools/RESULTS.md.
+# Nominal machines: of the right order of magnitude, and the same in every run.
+# Fitted to tables of section "... what auto gains, in forty settings" of tools/RESULTS.md.
 CPU = Machine(30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
 NARROW_CPU = replace(
     CPU, share_of_kv=0.16, share_of_rest=0.16, share_of_few_bits=0.3, flops_per_second=150e9
 )
 GPU = Machine(2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
-# Nominal machines: of the right order of magnitude, and the same in every run.
 
 
 def card(speed: float, flops: float, link: float = 25e9) -> Machine:
@@ -68,7 +68,7 @@ def weights_per_pass(config: ModelConfig) -> int:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights: a table that is also the LM head counts once, one lent by a target not."""
+    """Number of weights; a table that is also LM head counts once, one lent by a target not."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
@@ -82,7 +82,7 @@ def bytes_per_pass(model: "Llama") -> int:
 
 @cache
 def copy_bytes(config: ModelConfig, bits: int) -> int:
-    """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits; 0 for 0 bits."""
+    """Bytes of the weights quantized to 4 or 8 `bits` each, the LM head to 8; 0 for 0 bits."""
     num_bytes = 0
     for name, weight in outline(config).named_parameters():
         if bits and weight.dim() == 2 and name != "embed_tokens.weight":
@@ -92,7 +92,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
 
 
 def default_copy_bits(config: ModelConfig, num_free: float) -> int:
-    """Bits of the copy of weights that guesses on a GPU: 4 if it takes <= `num_free` / 10, or 0."""
+    """Bits for a quantized copy of the weights: 4 if it takes <= `num_free` / 10 bytes, else 0."""
     return 4 if copy_bytes(config, 4) <= num_free / 10 else 0
 
 
@@ -136,7 +136,7 @@ class Workload:
     batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """Cost of a pass of draft, retrieval or target over a token and `num_guesses` per row."""
+        """Cost of a pass of `stage`, such as draft, over 1 + `num_guesses` tokens per row."""
         config = self.draft if stage == "draft" else self.target
         assert config
         num_weights = weights_per_pass(config)
@@ -158,7 +158,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Predicted seconds of a stage's pass; next to none for lookup, which takes no pass."""
+        """Predicted seconds of a pass of `stage` with `num_guesses` per row; 1e-9 for lookup."""
         if stage == "draft" and not self.draft:
             return 1e-9
         return self.read(stage, num_guesses).seconds(machine)

@@ -50,7 +50,8 @@ class Passes:
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
+        """Final hidden states (B, N + 1, E) after each row's last token and each of its N guesses.
+        `packed_4BT` of `pack_block`: ids, positions, slots, output places; `mask_TT`: of trees."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]
@@ -62,32 +63,33 @@ class Passes:
         return hidden_BTE.take_along_dim(places_BN.clamp(max=T - 1).unsqueeze(2), 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
-        """Final hidden states (B, 1, E) after `tokens_B`, which replace the block's own tokens."""
+        """Final hidden states (B, 1, E) after `tokens_B`; `packed_4B1` has positions and slots."""
         # A drafter may lack the last tokens of the target's vocabulary.
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)
         return self.model.forward(block, self.cache, None, self.queries_LBTHD)
 
     def head(self, hidden_BNE: Tensor) -> Tensor:
-        """Logits (B, N, V) of the tokens that both the model and the target have."""
+        """Logits (B, N, V) of hidden states, for tokens that both the model and the target have."""
         return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
     def probs(self, logits_BNV: Tensor) -> Tensor:
-        """Distributions (B, N, V) of logits; temperature, top-p and min-p are in `numbers_B3`."""
+        """Distributions (B, N, V) of logits, by temperature, top-p, min-p in `self.numbers_B3`."""
         probs_BNV = probs_by_tensor(logits_BNV, self.sampling, self.numbers_B3)
         return pad_vocabulary(probs_BNV, self.vocab_size)
 
     def verify(
         self, packed_4BT: Tensor, numbers_BN: Tensor, guesses: Guesses, *, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verifies guesses by random numbers: logits, probs (B, N + 1, V), verdicts (B, 3 + N)."""
+        """Reads a block packed by `pack_block`; `rule` verifies N guesses in it by random numbers.
+        Returns logits, distributions (B, N + 1, V), and the packed `Verdict` (B, 3 + N)."""
         logits_BNV = self.head(self.forward(packed_4BT, guesses.tokens_BN))
         probs_BNV = self.probs(logits_BNV)
         return logits_BNV, probs_BNV, rule(probs_BNV, numbers_BN, guesses).packed(guesses)
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafts N tokens (B, N) of each row by `numbers_BN`; also returns their distributions."""
-        # Id, position and slot of each row's last token.
+        """Reads a block packed by `pack_block`; then samples N tokens per row by random numbers.
+        Returns the tokens (B, N) and the distributions (B, N, V) that they were sampled from."""
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -106,7 +108,7 @@ class ModelRunner:
     def __init__(
         self, passes: Passes, *, graphs: GraphPool | None = None, block_sizes: Collection[int] = ()
     ) -> None:
-        """`graphs` hold passes over blocks of `block_sizes` tokens per row.
+        """With `graphs`, `passes` are replayed over blocks of `block_sizes` tokens per row.
         Other blocks are padded to the next size, trees to the largest."""
         B = len(passes.cache.lengths)
         self.passes = passes
@@ -124,8 +126,9 @@ class ModelRunner:
         guesses: Proposal | None = None,
         source: RandomSource | None = None,
     ) -> Output:
-        """Reads tokens that the cache lacks, and N guesses: distributions (B, N + 1, V) after the
-        last one and each guess; `emitted_rows` too, if a CUDA graph also verifies by `source`."""
+        """Reads the tokens of active rows' sequences that the cache lacks, and up to N guesses.
+        Returns distributions (B, N + 1, V) after the last token and each guess, and `emitted_rows`
+        if a CUDA graph verifies the guesses, too, with random numbers of `source`."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
@@ -153,7 +156,8 @@ class ModelRunner:
         return output
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Reads the last drafted token of each row; returns the distributions (B, V) after it."""
+        """Reads the last of the tokens, each (B,), that were drafted after active rows' sequences.
+        Returns the distributions (B, V) after it."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
         paths = None
         if any(self.text_filters):
@@ -166,7 +170,8 @@ class ModelRunner:
     def draft(
         self, sequences: Rows, active: Active, N: int, source: RandomSource
     ) -> tuple[Tensor, Tensor]:
-        """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
+        """Samples N tokens after each active row's sequence, one by one, by numbers of `source`.
+        Returns them (B, N), and the distributions (B, N, V) that they were sampled from."""
         tokens, probs = list[Tensor](), [self.next_probs(sequences, active).probs_BNV[:, 0]]
         for i in range(N):
             if i > 0:
@@ -185,7 +190,7 @@ class ModelRunner:
         *,
         has_root: bool,
     ) -> Output:
-        """Reads a tree of guesses per row; (B, at least T, V) distributions after its T tokens.
+        """Reads a tree of T tokens after each active row's sequence, for distributions after each.
         Token i of `blocks[b]` has depth `depths[i]`, and sees token j if `mask_TT[i, j]`. With
         `has_root` token 0 is the last of the sequence. Lengths of the cache do not change."""
         paths = None
@@ -201,14 +206,15 @@ class ModelRunner:
         return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, mask_TT)
 
     def unread(self, sequences: Rows, active: Active) -> Rows:
-        """The tokens of each row that the cache has not read; for inactive rows any one token."""
+        """Tokens of active rows that the cache has not read; any one token of inactive rows."""
         return [
             sequence[num_read:] if on else sequence[-1:] or [0]
             for sequence, num_read, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
-        """Runs the pass `forward` and text filters; `paths`: guesses before each output."""
+        """Runs the pass `forward(*inputs)`, LM head and filters; `paths[b][n]` are the tokens
+        before output n that row b's text filters have not counted, None without such filters."""
         if self.graphs:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:
@@ -228,12 +234,12 @@ class ModelRunner:
 
     @property
     def has_captured_filters(self) -> bool:
-        """Whether captured graphs can apply temperature, top-k, top-p and min-p of all rows."""
+        """Whether the CUDA graphs can apply temperature, top-k, top-p and min-p of all rows."""
         form = self.passes.sampling.form
         return all(row.temperature == 0 or row.form == form for row in self.sampling)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: cache and filters (penalties, grammar) of active rows take new tokens."""
+        """Before a step: adds active rows' new tokens to cache and filters (penalties, grammar)."""
         self.cache.take_committed(active)
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters and on:
@@ -244,7 +250,7 @@ class ModelRunner:
         self.set_sampling(b, SamplingParams())  # greedy, which captured passes can always apply
 
     def of_rows(self, rows: slice) -> Self:
-        """A runner of a slice of the rows, on the same memory; not for captured passes."""
+        """A runner of a slice of the rows, on the same memory; not with CUDA graphs."""
         part = copy.copy(self)
         part.cache = self.cache.of_rows(rows)
         part.sampling = self.sampling[rows]
@@ -258,7 +264,6 @@ class ModelRunner:
     def set_sampling(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
-        """Sets sampling settings and text filters of row b."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
         if self.graphs:
@@ -271,18 +276,17 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides windows before a step; refills those of rows that lack more than a block."""
+        """Slides windows before a step; refills those of active rows that lack over a block."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
-                self._read_window(b, sequence[:-1])  # fewer are read by the next draft
+                self._read_window(b, sequence[:-1])  # else the next draft reads them
         self.cache.slide()
 
     def draft(
         self, sequences: Rows, active: Active, N: int, source: RandomSource
     ) -> tuple[Tensor, Tensor]:
-        """Drafts as a `ModelRunner`, but in one call if there are graphs or kernels for that."""
         draft_round = self.model.execution.draft_round
         # A call of compiled kernels takes uniform numbers, not noise.
         is_one_call = draft_round and not isinstance(source, CoupledSource)
@@ -290,7 +294,6 @@ class DraftRunner(ModelRunner):
         if any(self.text_filters) or not (is_captured or is_one_call):
             return super().draft(sequences, active, N, source)
         starts = [len(sequence) for sequence in sequences]
-        # N numbers a row: for N - 1 guesses and the token after them.
         numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
         fresh = self.unread(sequences, active)
         if self.graphs:

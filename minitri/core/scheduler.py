@@ -28,14 +28,14 @@ class Scheduler:
         is_open: bool = False,
         is_offloaded: bool = False,
     ) -> None:
-        """Queues these requests, which others may follow if `is_open`.
+        """Queues the first requests of a run of this `shape`; if `is_open` others may follow.
         `is_offloaded`: K and V are in host memory."""
         self.admitted = dict[int, RequestState]()
         """Admitted requests by row of the batch, the oldest first."""
         self.unread = dict[int, int]()
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
         self.latest_admissions = dict[str, tuple[int, int]]()
-        """By client: the number of its latest admission among all clients', and its admissions."""
+        """By client: when it was last admitted, counted over all clients, and how often it was."""
         self._num_rows = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
@@ -48,7 +48,7 @@ class Scheduler:
         self._waiting[state] = self._num_admitted
 
     def cancel(self, number: int) -> None:
-        """Drops a waiting request, or marks a running one to leave before the next turn."""
+        """Drops the request of this number if it waits, else marks it to end before a new turn."""
         for state in [*self._waiting, *self.admitted.values()]:
             if state.number == number:
                 state.finish_reason = "cancelled"
@@ -61,7 +61,7 @@ class Scheduler:
     def next_request(self) -> RequestState | None:
         """The waiting request to admit next, or None if none can be admitted now.
         First come clients with the fewest rows of the batch, then the client whose latest admission
-        was longest ago; of a client the oldest request, in an open run mostly the shortest, and
+        was longest ago; of a client the oldest request, if `is_open` mostly the shortest, and
         unread prompts longer than `shared_chunk` get at most half of the batch."""
         if len(self.admitted) == self._num_rows:
             return None
@@ -102,7 +102,7 @@ class Scheduler:
 
     def next_to_read(self) -> int | None:
         """The row of the batch whose prompt is read next, or None if all prompts are read.
-        The oldest request, or in an open run mostly the one with the fewest tokens to read."""
+        The oldest request, or if `is_open` mostly the one with the fewest tokens to read."""
         if not self.unread:
             return None
         self._num_chunks += 1
@@ -111,12 +111,11 @@ class Scheduler:
         return next(iter(self.unread))
 
     def reads_first(self, active: Sequence[bool]) -> bool:
-        """Whether prompts are left that are read before any row starts or decodes.
-        True in a closed run, unless rows decode already (`active`) and K and V are on the device:
-        then chunks and steps alternate."""
+        """Whether unread prompts are read before any row starts or decodes. Not if `is_open`, or
+        a row decodes (`active[b]`) with K and V on the device: chunks and steps alternate then."""
         interleaves = self._is_open or (any(active) and not self._is_offloaded)
         return bool(self.unread) and not interleaves
 
     def ready(self, active: Sequence[bool]) -> list[int]:
-        """Rows of the batch to start: their prompts are read, and they are not yet `active`."""
+        """Rows b of the batch to start: their prompts are read, and `active[b]` is still false."""
         return [b for b in self.admitted if not active[b] and b not in self.unread]

@@ -38,7 +38,7 @@ def pad_to_stride(num_slots: int) -> int:
 
 
 def _set_strings(settings: Any, name: str) -> None:
-    """Makes a tuple of the string or strings in field `name` of settings. Raises `InputError`."""
+    """Replaces one or more strings in field `name` by a tuple of them. Raises `InputError`."""
     value = getattr(settings, name)
     texts = (value,) if isinstance(value, str) else value
     if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):
@@ -104,7 +104,7 @@ class SamplingParams:
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Temperature, top-p and the logarithm of min-p, which a captured graph reads as tensor."""
+        """Temperature, top-p and the logarithm of min-p, which a CUDA graph reads from a tensor."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         return self.temperature, self.top_p, log_min_p
 
@@ -122,7 +122,7 @@ class GenerationConfig:
     logprobs: int | None = between(None, 0, 20)
     """Report log-probabilities: of each token, and of the K likeliest, 0 to 20 (in JSON)."""
     reserve: int = between(0, 0)
-    """Make room in the KV cache for N tokens per text, prompt and output, as later ones need."""
+    """Make room in the KV cache for N tokens per text, prompt and output, also for later texts."""
     prefill_chunk: int = between(1024, 1)
     """Read the prompt N tokens at a time; bounds the memory of activations."""
     shared_chunk: int = between(128, 1)
@@ -141,7 +141,7 @@ class GenerationConfig:
         _set_strings(self, "stop")
 
     def for_run(self, reserve: int) -> "GenerationConfig":
-        """The settings that all texts of a run share, with room for `reserve` tokens per text."""
+        """A copy without the settings of a single text, with room for `reserve` tokens per text."""
         return replace(
             self, max_new_tokens=1, stop=(), ignore_eos=False, logprobs=None, reserve=reserve
         )
@@ -170,7 +170,7 @@ class StepPlan:
     method: str  # one of METHODS, but not auto
     gamma1: int = 0  # tokens that the drafter guesses per round; 0 without a drafter
     gamma2: int = 0  # tokens that the retrieval level collects; 0 without that level
-    tree: str = ""  # of the lowest stage's guesses, as in `SpeculationConfig`; a chain if empty
+    tree: str = ""  # of the lowest stage's guesses, such as "16" or "4x3"; a chain if empty
 
     def __str__(self) -> str:
         _, *gammas = vars(self).items()
@@ -204,7 +204,7 @@ class SpeculationConfig:
     num_sink_tokens: int = between(4, 0)
     """First tokens of the text, kept by every small cache."""
     num_recent_tokens: int = between(252, 1)
-    """Latest tokens that small caches keep; a retrieval cache, a quarter of it at most."""
+    """Latest tokens that small caches keep; at most a quarter of a retrieval cache."""
     observation_window: int = between(16, 1, 1024)
     """Latest tokens whose queries select the chunks of the retrieval cache."""
     rebuild_stride: int = between(256, 1)
@@ -284,5 +284,4 @@ class SpeculationConfig:
 
 
 def _choices(gamma: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
-    """The gammas among which the autotuner chooses: `gamma` alone, if given, else `choices`."""
     return (gamma,) if gamma else choices

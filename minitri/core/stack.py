@@ -30,7 +30,8 @@ class Stack:
     """The texts of a run, and the cascade of stages that extends them by speculative decoding."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """Makes the stack of a run of this `shape`, over empty caches. Raises `InputError`."""
+        """Makes the stack of a run of this `shape`, over the empty caches of `memory`.
+        `is_open`: requests may come at any time. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory
@@ -75,8 +76,8 @@ class Stack:
             self._capture(memory.graphs)
 
     def _capture(self, graphs: GraphPool) -> None:
-        """Captures CUDA graphs of all passes and verdicts before steps are timed.
-        An earlier run may have done that. Passes for which memory is short then run eagerly."""
+        """Captures all passes and verdicts as CUDA graphs, unless an earlier run has done so.
+        Passes for which memory is short then run eagerly. Raises `InputError`."""
         rule = self.source.rule
         self.source.run_rule = functools.partial(graphs.run, rule)
         graphs.is_capturing = rule not in graphs.rules
@@ -150,7 +151,7 @@ class Stack:
 
     def _chunk_size(self) -> int:
         """Tokens of a prompt's next chunk: few while other rows wait for their next token.
-        In an open run, where requests may come, the power of 2 that is read in about a second."""
+        If requests may come at any time, the power of 2 that is read in about a second."""
         generation = self.shape.generation
         most, shared = generation.prefill_chunk, generation.shared_chunk
         if self._busy:
@@ -161,7 +162,7 @@ class Stack:
         return most
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:
-        """Samples the first token of each of these rows, whose prompts have been read."""
+        """Samples, and returns by row, the first token of rows whose prompts have been read."""
         for b in rows:
             self.cascade.active[b] = True
         self._expect_costs()
@@ -175,7 +176,7 @@ class Stack:
         return outcome
 
     def step(self) -> dict[int, Emitted]:
-        """Decodes one step of the started rows; a row whose logits are not finite gets no token."""
+        """Decodes one step; returns what started rows emit, no token if logits are not finite."""
         busy = self._busy
         self.tuner.num_left = sum(self._ends[b] - len(self.sequences[b]) for b in busy) / len(busy)
         part, first = self._part(busy)
@@ -187,12 +188,10 @@ class Stack:
 
     @property
     def _busy(self) -> list[int]:
-        """Rows of the batch whose texts have started and not ended."""
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def predictor_for(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
-        """Makes a function that predicts the seconds of a round over texts of these lengths.
-        Its arguments are a stage and a number of guesses."""
+        """A function of stage and number of guesses: seconds of a round over texts of `lengths`."""
         draft = self.memory.runners.get("draft")
         target = self.target
         work = Workload(
@@ -210,13 +209,11 @@ class Stack:
         return functools.lru_cache(1024)(functools.partial(work.seconds, machine))
 
     def _expect_costs(self) -> None:
-        """Gives the autotuner a predictor of seconds, for the rows that are decoding."""
         if lengths := [len(self.sequences[b]) for b in self._busy]:
             self.tuner.predict_seconds = self.predictor_for(lengths)
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """A cascade over the shortest span of rows that has all of `rows`, and the span's start.
-        Rows outside it would only cost time in passes."""
+        """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
         span = slice(min(rows), max(rows) + 1)
         is_fixed = self.memory.graphs or self.memory.full.is_hosted  # rows cannot be cut
         if is_fixed or span == slice(0, len(self.sequences)):
@@ -224,7 +221,7 @@ class Stack:
         return self.cascade.of_rows(span), span.start
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates the retrieval cache after a pass of the target; writes errors into `emitted`."""
+        """Updates the retrieval cache by what the target `emitted`, by row, and adds errors."""
         cache = self.memory.retrieval_cache
         if cache:
             cache.is_wanted = self.tuner.wants_retrieval
@@ -246,13 +243,12 @@ class Stack:
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
-    """Whether the autotuner may use measured times, on which texts could depend.
-    Yes if all plans give the same text, or with `timed`; not on several ranks, which must agree."""
+    """Whether the autotuner may use measured times: if all plans give the same text, or with
+    `timed`; not on several GPUs. `is_open`: requests with other sampling settings may come."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:
         return False
-    # Later requests may have other filters.
     is_greedy = shape.sampling.temperature == 0 and not is_open
     is_same_text = speculation.coupled or is_greedy
     # Outside float32 on a CPU, the size of a block may decide a near-tie.

@@ -17,7 +17,7 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Clock:
-    """Clock of work on a CPU, where a call returns when its work is done."""
+    """Measures the time of work on a CPU, where a call returns when its work is done."""
 
     @contextmanager
     def timed(self, take: Callable[[float], None]) -> Iterator[None]:
@@ -27,7 +27,7 @@ class Clock:
         take(time.perf_counter() - started)
 
     def settle(self) -> None:
-        """Waits for the device until all seconds are known."""
+        """Waits until the device has done all work, so that all seconds are known."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class LevelStats:
 
     __repr__ = brief
     name: str  # draft, retrieval or target
-    num_rounds: int = 0  # verdicts on a row; of a draft model that guesses, passes times rows
+    num_rounds: int = 0  # verdicts, one per row; of a draft model that guesses, passes times rows
     num_draft_tokens: int = 0  # guesses of the stage below
     num_tested_tokens: int = 0  # guesses up to and with the first rejected one
     num_accepted_tokens: int = 0  # guesses before the first rejected one
@@ -54,7 +54,7 @@ class LevelStats:
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
 
     def count(self, num_draft: int, num_accepted: int) -> int:
-        """Counts a verdict about one row's guesses; returns how many of them were tested."""
+        """Counts a verdict about `num_draft` guesses of a row; returns how many were tested."""
         num_tested = min(num_accepted + 1, num_draft)
         self.num_rounds += 1
         self.num_draft_tokens += num_draft

@@ -22,7 +22,8 @@ from minitri.devices.gpu.quantized_copies import copy_in_few_bits
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
-    """The device cpu, cuda, cuda:N or auto (a GPU if any), one for a rank. Raises `InputError`."""
+    """The device `name`: cpu, cuda, cuda:N or auto (a GPU if any); each of several `ranks` gets
+    its own GPU. Raises `InputError`."""
     # With a driver too old for this PyTorch, `device_count` counts GPUs that it cannot use.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -42,22 +43,22 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
     raise InputError(f"device={name!r} is not there ({seen}); use device=cpu{others}")
 
 
-def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device, *, has_kernels: bool = False) -> torch.dtype:
     """The dtype `name`. auto: on a GPU bfloat16, before compute capability 8.0 float16; on a CPU
-    bfloat16 if oneDNN has it or kernels read weights stored so (`is_in_bfloat16`), else float32."""
+    bfloat16 if the compiled kernels (`has_kernels`) or oneDNN compute in it, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         is_new = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if is_new else torch.float16
-    can_read = is_in_bfloat16 or can_pack(torch.bfloat16, device)
-    return torch.bfloat16 if can_read else torch.float32
+    return torch.bfloat16 if has_kernels or can_pack(torch.bfloat16, device) else torch.float32
 
 
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention function of a model; `wanted` is a backend for GPUs. Raises `InputError`."""
+    """The attention function for a model. `wanted` is a backend for GPUs (triton, flash, math), or
+    auto. Raises `InputError` if that cannot be had."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -74,7 +75,7 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """A copy of the target in 4 or 8 bits to guess with the retrieval cache; None: the target does.
-    `wanted` is a value of --draft-weights. Raises `InputError` if a copy it names cannot be had."""
+    `wanted`: auto, int4, int8; same, drafter: no copy. Raises `InputError` if there can be none."""
     has_kernels = model.execution.is_row_invariant
     if model.device.type == "cuda" and wanted == "auto":
         least = model.execution.ranks.least  # shares may be uneven
@@ -98,7 +99,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     """A 4-bit copy of a drafter; itself if `wanted` is "same", or no CPU kernels compute it.
-    With kernels a plain architecture gets `Execution.draft_round`: all guesses in one call."""
+    With kernels, if `config.is_plain`, it gets `execution.draft_round`: N guesses in one call."""
     if not model.execution.is_row_invariant:
         return model
     copy = model

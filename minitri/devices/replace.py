@@ -22,7 +22,8 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with replaced modules; its `num_bytes` counts weights it does not share."""
+    """A copy of a model: a module whose type has a factory becomes the factory's result.
+    Its `num_bytes` counts only weights that it does not share with the model."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

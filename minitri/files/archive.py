@@ -10,14 +10,14 @@ NOWHERE = Path(os.devnull)  # holds no files
 
 
 class Archive:
-    """Keeps each conversation in a file in `folder`, or none if that is NOWHERE."""
+    """Keeps each conversation in a file in `folder`; NOWHERE, the default, keeps none."""
 
     def __init__(self, folder: Path = NOWHERE) -> None:
         self.folder = folder
         self.begin()
 
     def begin(self, *read: Path) -> None:
-        """Makes a new file, not written yet, the current one; `earlier` will skip those `read`."""
+        """Makes a new file, not written yet, the current one; `earlier` skips the files `read`."""
         self._file = self.folder / f"{time.time_ns()}.json"
         self._read = read
 
@@ -28,8 +28,8 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     def read(self) -> str:
-        """Returns the text of the file `earlier`, and begins a new file; the next call goes further
-        back. Raises `OSError`, `ValueError`; the current file then stays the current one."""
+        """Returns the text of `earlier`, the latest file not yet read; then `write` makes another.
+        Raises `OSError` or `ValueError`; `write` goes on with its present file then."""
         if not (file := self.earlier):
             raise ValueError("none is kept")
         self._read += (file,)
@@ -49,7 +49,8 @@ class Archive:
 
 
 def state_folder() -> Path:
-    """Makes the folder for chats in $XDG_STATE_HOME or ~/.local/state; NOWHERE if that fails."""
+    """Makes the folder for chats in $XDG_STATE_HOME or ~/.local/state. If that fails it warns, and
+    returns NOWHERE, a path that holds no files."""
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         folder = Path(home, "minitri").expanduser()

@@ -3,8 +3,7 @@ tokenizer: library, special tokens, chat template.
 
 Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
 A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With another
-target's table a drafter would guess badly without an error, so its files hold a sample to compare.
-"""
+target's table a drafter would guess badly with no error, so its files hold a sample to compare."""
 
 import itertools
 from pathlib import Path
@@ -40,8 +39,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def fill(model: Llama, tensors: NamedTensors, path: Path, progress: bool) -> None:
-    """Copies the tensors of `path` into a model. Raises `InputError` unless they are its weights.
-    Tied weights may come as table, as LM head, or as both, if equal; RoPE's buffers are ignored."""
+    """Copies `tensors`, a checkpoint's from `path`, into a model; draws a bar if `progress`. Raises
+    `InputError` unless they are all of its weights. Tied weights may come as table, as LM head, or
+    as both, if equal; RoPE's buffers are ignored."""
     places = placements(model)
     missing = {**places}
     head = "lm_head.weight"
@@ -74,7 +74,7 @@ def fill(model: Llama, tensors: NamedTensors, path: Path, progress: bool) -> Non
 
 
 def placements(model: Llama) -> dict[str, Tensor]:
-    """For each tensor of a checkpoint, by its name, the view of a parameter that it fills."""
+    """Views of a model's parameters, by names of the checkpoint's tensors that are copied there."""
     names = read_table("tensor")
     if model.config.tie_word_embeddings:
         names["lm_head.weight"] = names["embed_tokens.weight"]
@@ -87,7 +87,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 
 def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
-    """Copies a tensor to one of equal shape, both of floats or both not; or raises `InputError`."""
+    """Copies a tensor to `place`. Raises `InputError` about `name` unless their shapes are equal,
+    and both are of floats, or neither."""
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
         asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"
@@ -97,8 +98,8 @@ def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def check_drafter(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` unless a drafter was made for this target's embedding table.
-    The rows of its LM head have to be different tokens, too."""
+    """Raises `InputError` about `path` unless the drafter `model` was made for the embedding table
+    of this target. The rows of its LM head have to be different tokens, too."""
     config = model.config
     lent = target.config
     assert isinstance(model.lm_head, TrimmedHead)
@@ -153,7 +154,7 @@ def _special_tokens(
 ) -> SpecialTokens:
     """Special tokens of a model. Adds to `pipeline` those that only tokenizer_config.json has.
     Raises `InputError` if BOS goes in front and is not known, others for wrong settings."""
-    texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)
+    texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)  # no tokenizer.json
     bos = config.bos_token_id
     if "bos_token" in texts:
         bos = pipeline.token_to_id(texts["bos_token"])

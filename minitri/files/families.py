@@ -19,7 +19,7 @@ _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """Reads a table in tables.txt: its values by their keys, in order."""
+    """Reads the table `name` in tables.txt: its values, parsed as JSON, by their keys, in order."""
     return {key: json.loads(value) for kind, key, value in _ROWS if kind == name}
 
 
@@ -29,7 +29,8 @@ TYPES = ("full_attention", "sliding_attention")
 
 
 def family_fields(kind: str, given: Settings) -> dict[str, Any]:
-    """Fields of `ModelConfig` for the family `kind` and a file's settings. Raises any error."""
+    """Fields of `ModelConfig`, by name, for a model of the family `kind`, by a file's settings
+    `given`. Raises any error."""
     layers = range(given["num_hidden_layers"])
     fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
     if kind == "smollm3":
@@ -43,8 +44,8 @@ def family_fields(kind: str, given: Settings) -> dict[str, Any]:
 
 
 def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
-    """Numbers of the `layers` with a sliding window: by the setting layer_types, or else all from
-    max_window_layers on but each sliding_window_pattern-th one. Raises any error."""
+    """Numbers of the `layers` with a sliding window, by settings `given` of a `kind` of model:
+    layer_types, or else all from max_window_layers on but each sliding_window_pattern-th one."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
     options = {key: given.get(key, default) for key, default in options.items()}
     is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
@@ -59,7 +60,8 @@ def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
-    """Yields the parts of a Hugging Face tensor with the names and the order of rows of a Llama."""
+    """Yields (name, tensor) for the parts of a Hugging Face tensor, with the names and the order of
+    rows of a Llama."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)
@@ -69,8 +71,8 @@ def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
 
 
 def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
-    """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views.
-    A tensor that is not fused, or has another number of rows, is yielded as it is."""
+    """Yields (name, view) of the parts of a fused tensor: q, k and v, or gate and up. A tensor that
+    is not fused, or has another number of rows, is yielded as it is."""
     module = f".{name}".split(".")[-2]
     kv = config.num_kv_heads * config.head_dim
     fused = {
@@ -88,9 +90,9 @@ def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> NamedTensors:
 def rotary_rows(
     name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
 ) -> "Tensor | None":
-    """Numbers of a tensor's rows in the order that RoPE here expects; None: as they are stored.
-    In q and k, also fused, rows that rotate together get D/2 apart in a head. A file has them next
-    to each other if `is_paired`, else half of the rotating part apart; the others come last."""
+    """Numbers (rows,) of a tensor's rows in the order that RoPE here expects; None: as stored. In q
+    and k, by `name`, rows that rotate together get D/2 apart in a head. A file has them next to
+    each other if `is_paired`, else half of the rotating part apart; the others come last."""
     from torch import arange, cat  # only here: flags read `FAMILIES` before PyTorch is imported
 
     D = config.head_dim

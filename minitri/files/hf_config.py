@@ -1,7 +1,6 @@
 """Config files of Hugging Face: from JSON to a `ModelConfig` and to `SamplingParams`.
 
-A null means the same as an absent key, except that of sliding_window. Dataclasses check all values.
-"""
+A null means the same as an absent key, except that of sliding_window. Dataclasses check values."""
 
 import dataclasses
 import math
@@ -68,13 +67,13 @@ def without_null(settings: Settings) -> dict[str, Any]:
 
 
 def _fields(kind: type[Any], given: Settings) -> dict[str, Any]:
-    """Values that a file's settings have for fields of the dataclass `kind`, by those names."""
+    """Values of a file's settings for fields of the dataclass `kind`, by field name."""
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: given[key] for name in names if (key := _KEYS.get(name, name)) in given}
 
 
 def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
-    """The `RopeConfig` in the settings of a config.json, in its older or its newer form.
+    """The `RopeConfig` in the settings of model `name`'s config.json, in its older or newer form.
     LongRoPE has factors for short and long texts. As cached keys keep their rotation, all texts use
     those for long ones, unless the model's context is not longer than in its pre-training."""
     scaling: dict[str, Any] = {}
@@ -109,7 +108,7 @@ def _read_rope(given: Settings, head_dim: int, name: str) -> RopeConfig:
 
 
 def require(settings: Settings, supported: Settings, name: str) -> None:
-    """Raises `InputError` about model `name` if a setting is there, but not as in `supported`."""
+    """Raises `InputError` about model `name` if a setting is there and not as in `supported`."""
     for key, wanted in supported.items():
         value = settings.get(key)
         is_alike = isinstance(value, bool) == isinstance(wanted, bool)
@@ -119,8 +118,9 @@ def require(settings: Settings, supported: Settings, name: str) -> None:
 
 
 def read_sampling(settings: Settings, name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends: greedy if `do_sample` is false; unless
-    it is true, `USUAL` has the defaults. Wrong or unsupported settings: a warning, and `USUAL`."""
+    """The sampling that the generation_config.json of model `name` recommends: greedy if
+    `do_sample` is false; unless it is true, `USUAL` (temperature 0.7, top-p 0.9) has the defaults.
+    Wrong or unsupported settings: a warning, and `USUAL`."""
     given = without_null(settings)
     samples = given.get("do_sample")
     base = SamplingParams(1.0) if samples is True else USUAL

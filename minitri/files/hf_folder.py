@@ -1,7 +1,6 @@
 """A model's folder in the Hugging Face layout: JSON files, and weights as safetensors or .bin.
 
-Code in a pickle is refused, never run. Only regular files are opened.
-"""
+Code in a pickle is refused, never run. Only regular files are opened."""
 
 import json
 import warnings
@@ -31,17 +30,13 @@ class Folder:
         self._settings = read_json(path / "config.json")
 
     def config(self, name: str) -> ModelConfig:
-        """The model's config; generation_config.json overrides its end-of-sequence tokens."""
+        """The config of the model called `name`; generation_config.json overrides end tokens."""
         eos = self.generation_config.get("eos_token_id")
         return read_config(self._settings | ({} if eos is None else {"eos_token_id": eos}), name)
 
-    def is_in_bfloat16(self) -> bool:
-        """Whether the config says that the weights are stored in bfloat16."""
-        return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
-
     @cached_property
     def files(self) -> dict[Path, int]:
-        """Paths of the files of weights, with the times of their last change (`times_of`)."""
+        """Paths of the files of weights, with the times, in ns, of their last change."""
         return times_of(weight_files(self.path))
 
     @cached_property
@@ -58,7 +53,7 @@ class Folder:
         return settings
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer for the folder's files. Raises any error if these are damaged."""
+        """The tokenizer in the folder's files. Raises any error if these are damaged."""
         settings = self.tokenizer_config
         kind = str(settings.get("tokenizer_class"))
         if is_there(file := self.path / "tokenizer.json"):
@@ -80,7 +75,8 @@ class Folder:
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, config: ModelConfig, *_: Any) -> NamedTensors:
-        """Yields all weights by the names of a Llama, from one shard after the other."""
+        """Yields (name, tensor) for all weights, named as in a Llama, from one shard after the
+        other. Ignores other arguments, which the method of a GGUF file needs."""
         for file in self.files:
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
@@ -117,7 +113,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a file exists. Raises `InputError` for a pipe, or a link to nothing."""
+    """Whether a file exists. Raises `InputError` for a folder, a pipe, or a link to nothing."""
     if not file.is_file() and (file.exists() or file.is_symlink()):
         raise InputError(f"{file} is no file, or a link to one that is gone; get it again")
     return file.is_file()

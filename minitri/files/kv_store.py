@@ -4,8 +4,7 @@ A block is a snapshot of `BLOCK` tokens of a text. Its name is a digest of all f
 bits depend, with all earlier tokens, and of the text's owner. Links and special files in the place
 of a block are refused. Errors are logged, and prompts are then read as without a store. Everybody
 who can write to the folder is trusted.
-Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
-"""
+Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim."""
 
 import hashlib
 import os
@@ -28,7 +27,7 @@ WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others ar
 
 
 class KVStore:
-    """A store of K and V for one model, in blocks in a shared folder."""
+    """A store of K and V for one model, in blocks of `BLOCK` tokens in a shared folder."""
 
     def __init__(self, folder: str, num_bytes: int, model: Llama) -> None:
         """Opens the store in `folder`. Raises `InputError`.
@@ -66,7 +65,7 @@ class KVStore:
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_stored])
 
     def write(self, source: HeldRow) -> None:
-        """Queues the blocks of a text that the store lacks; another thread writes them."""
+        """Queues K and V of a text, in the blocks that the store lacks; a thread writes them."""
         paths = self._paths(source.tokens, source.owner)
         for path in reversed(paths):  # the first block becomes the newest
             with suppress(OSError):
@@ -87,7 +86,7 @@ class KVStore:
         self.writer.shutdown()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[Path]:
-        """Paths of all whole blocks of an owner's text, stored or not."""
+        """Paths of the files, stored or not, for each whole block of `tokens`, an owner's text."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
@@ -110,7 +109,8 @@ class KVStore:
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
-        """Writes a block; if all exceed `num_bytes`, deletes the least recently used eighth."""
+        """Writes a block to `path`; if the files in the folder then exceed `num_bytes`, deletes an
+        eighth of them, the least recently used."""
         kinds = (".kvblock", ".unfinished")
         with self._warning():
             write_snapshot(path, block, self._model, path.name)

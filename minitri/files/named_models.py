@@ -1,7 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version.
-"""
+Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ class ModelChoice:
     model: str = DEFAULT_MODEL
     """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
     dtype: str = one_of("auto", "auto", *DTYPES)
-    """Number type of weights and KV cache. Default: what is fast here."""
+    """Number type of weights and KV cache. Default: what is fast here, mostly bfloat16."""
     attention: str = one_of("auto", "auto", *BACKENDS)
     """Backend for short blocks on a GPU. Default: triton, or math where triton fails."""
     weights: str = one_of("auto", "auto", "native", "dense")
@@ -31,8 +30,8 @@ class ModelChoice:
     Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: int4, of target
-    and drafter on compiled kernels, of the target on a roomy GPU; a quantized target's own."""
+    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: int4 of target,
+    unless quantized, and drafter on compiled kernels; of the target on a roomy GPU."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -1,7 +1,6 @@
 """Opened models: their configs and tokenizers are read, their weights not yet.
 
-So wrong prompts and drafters are found before the minutes that it takes to read large weights.
-"""
+So wrong prompts and drafters are found before the minutes that it takes to read large weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,7 +58,7 @@ class OpenModel:
     """The located files of a model, with its config and tokenizer."""
 
     def __init__(self, choice: ModelChoice, *, progress: bool = False) -> None:
-        """Finds or fetches the files, and reads all but the weights. Raises `InputError`."""
+        """Finds or fetches the files of `choice`, reads all but weights. Raises `InputError`."""
         self._progress = progress
         self._ranks = ranks = join()
         self._device = device = choose_device(choice.device, ranks)
@@ -73,15 +72,14 @@ class OpenModel:
         self.checkpoint = open_checkpoint(located.path)
         config = self.checkpoint.config(located.name)
         kernels = kernels_for(device, config) if ranks.count == 1 else None
-        is_in_bfloat16 = bool(kernels) and self.checkpoint.is_in_bfloat16()
-        self._dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
+        self._dtype = choose_dtype(choice.dtype, device, has_kernels=kernels is not None)
         self.choice = replace(choice, dtype=str(self._dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
             # By the table, as the config.json of some named models states another length.
             config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             config = stretch_rope(config, choice.rope_scaling)
-        self.tokenizer: Tokenizer | None = None  # None: a drafter on its target's table
+        self.tokenizer: Tokenizer | None = None  # None: a drafter without embeddings
         if config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)
@@ -90,7 +88,7 @@ class OpenModel:
         log.debug("%s: %s", config.name, self._plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
-        """Loads the target, and any copy of it that guesses with the retrieval cache, else None."""
+        """Loads the target, and a copy in fewer bits if one guesses with the retrieval cache."""
         model = self._load(keeps_quantized=self._plan.keeps_quantized)
         if self._plan.retrieval_weights != "native":
             return model, retrieval_copy(model, self._plan.retrieval_weights)
@@ -147,8 +145,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """Opens the drafter that a `ModelChoice` names; None for lookup in the text.
-    Raises `InputError` if a drafter chosen by name is unfit; lookup replaces a default one."""
+    """Opens the drafter that `choice` names for a target with this tokenizer; None: lookup in the
+    text. Raises `InputError` if a drafter that was named is unfit; lookup replaces a default."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None
@@ -169,7 +167,7 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
 def plan_weights(
     choice: ModelChoice, checkpoint: Checkpoint, kernels: Kernels | None
 ) -> WeightPlan:
-    """Decides the forms of a model's weights. Raises `InputError` if a wanted one cannot be had.
+    """Decides the forms of weights by `choice`. Raises `InputError` if a wanted one cannot be had.
     Where the CPU kernels run, matrices of a GGUF file stay quantized by default."""
     wanted = choice.draft_weights
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):

@@ -4,8 +4,7 @@ A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a check
 the header, which has a manifest: weights, config, dtype and RoPE. The file is written under another
 name in the same folder and renamed when it is complete and on the disk, so a reader never sees half
 a file. Only the file's owner can read it. It replaces nothing but another snapshot.
-Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
-"""
+Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim."""
 
 import functools
 import json
@@ -96,7 +95,7 @@ def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
 
 
 def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str) -> int:
-    """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
+    """Writes K and V of `source`, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     header = header_of(model, num_tokens, note)
     with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):

@@ -1,1 +1,1 @@
-"""Text: tokenizers, chat templates, stop strings, filters, and grammars."""
+"""Text: tokenizers, chat templates, stop strings, grammars, and requests made ready for a run."""

@@ -3,8 +3,7 @@
 The library sees the exact bytes of our tokens. A process with limits compiles each grammar first
 (`sandbox.py`). The compiled grammars used last are kept. Every row has its own matcher, which is
 advanced along guesses and rolled back when they are rejected.
-Legend: V vocab.
-"""
+Legend: V vocab."""
 
 import json
 import re
@@ -28,10 +27,10 @@ MAX_ITEMS = 10_000  # of llguidance's parser for a mask: 0.1 s, or 1,500 propert
 
 
 class GrammarMatcher:
-    """The state of one text in its grammar; implements `Matcher` of the core."""
+    """Place of one text in its grammar, with the tokens that may follow: the core's `Matcher`."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """Makes the state at the start of a text; `start` is llguidance's matcher there."""
+        """Makes the state at the start of a text from `start`, a new `LLMatcher` of llguidance."""
         self._matcher = start
         self._config = config  # its vocabulary may be smaller than the tokenizer's
         self._path: Tokens = []  # tokens that the library has read after the committed ones
@@ -39,13 +38,13 @@ class GrammarMatcher:
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path, for several levels
 
     def extend(self, tokens: Tokens) -> None:
-        """Advances the state by committed tokens of the text."""
+        """Advances the state by accepted tokens of the text."""
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
 
     def forbidden(self, path: Tokens) -> Tensor | None:
-        """Boolean (V,): tokens that may not follow the committed text and the guesses `path`.
+        """Boolean (V,): tokens that may not follow the accepted text and the guesses `path`.
         End tokens may follow a complete text. After an end token, or a guess that the grammar
         does not allow, they alone may follow. None if llguidance failed."""
         key = tuple(path)
@@ -77,7 +76,8 @@ class GrammarMatcher:
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A new matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
+    """A new `LLMatcher` (llguidance) of a grammar over a model's tokens, at the start of a text.
+    Raises `InputError`."""
     compile_kept = compile_short if len(grammar.text) < SHORT else compile_long
     start = grammar.start or compile_kept(grammar, lexicon_of(tokenizer, config))
     return start.deep_copy()
@@ -85,7 +85,8 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
 
 @lru_cache(4)
 def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A vocabulary for llguidance. Raises `InputError` if the library or an end token is absent."""
+    """Vocabulary of a tokenizer, with the model's end tokens, as an `LLTokenizer` of llguidance.
+    Raises `InputError` if the library or an end token is absent."""
     if not config.eos_token_ids:
         problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
         raise InputError(f"{problem}; use another model")
@@ -97,8 +98,8 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema with llguidance's `options`, and limited white space: some models never end it.
-    Raises `ValueError` for a number that llguidance rounds, unless `lenient` is an option."""
+    """Adds llguidance's `options` to a JSON schema, and a limit of white space, which some models
+    never end. Raises `ValueError` for a number that llguidance rounds, unless `lenient` is true."""
     schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
         return text
@@ -119,7 +120,7 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 
 
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
-    """Makes llguidance's matcher of a grammar over a vocabulary, `lexicon`. Raises `InputError`."""
+    """Makes an `LLMatcher` of a grammar over a vocabulary, by `lexicon_of`. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
@@ -152,7 +153,7 @@ compile_long = lru_cache(4)(compile_grammar)
 
 @lru_cache(32)
 def probe(source: str) -> str:
-    """Compiles a grammar in a process within limits; returns what is wrong with it, or ""."""
+    """Compiles a grammar, in llguidance's JSON, in a process within limits; its error, or ""."""
     try:
         return SANDBOX.ask(source)
     except ValueError as error:

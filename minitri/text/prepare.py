@@ -15,7 +15,7 @@ from minitri.text.tokenizer import StreamDetokenizer, Tokenizer
 
 
 def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[RequestState]:
-    """States of requests, numbered from 0. Raises `InputError`, which names the request."""
+    """Makes states of requests by `prepare`, numbered from 0. `InputError` names the request."""
     states = []
     for number, request in enumerate(requests):
         try:
@@ -28,7 +28,7 @@ def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> 
 
 def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> RequestState:
     """Checks a request, encodes its prompt, and draws a missing seed, the same one on all ranks.
-    Raises `InputError`."""
+    `number` is the place of the request in the run, `row` of its events. Raises `InputError`."""
     expect(request, Request)
     prompt_ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
@@ -48,8 +48,9 @@ def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -
 def text_filters(
     sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
 ) -> TextFilters | None:
-    """Bias, penalties, banned tokens and grammar of a new text; None if its settings have none.
-    Raises `InputError` for a token that the model lacks, or a grammar that does not compile."""
+    """Logit bias, penalties, banned tokens and grammar of a new text after a prompt's token ids;
+    None if `sampling` has none of these. Raises `InputError` for a token that the model lacks, or a
+    grammar that does not compile."""
     by_probability = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     if sampling == SamplingParams(*by_probability):
         return None

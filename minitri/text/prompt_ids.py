@@ -30,7 +30,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> list[Any]:
-    """Items of a list, tensor or the like, converted. Raises `InputError` for any other prompt."""
+    """Converts the items of a list, tensor or the like. Raises `InputError` for other prompts."""
     try:
         if not isinstance(prompt, bytes | Mapping | Set):
             return [convert(item) for item in prompt]
@@ -48,8 +48,8 @@ def as_int(number: Any) -> int:
 
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
-    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens.
-    `ways` are the caller's remedies for a prompt that is too long."""
+    """Raises `InputError` unless a prompt's ids are valid and leave room for `num_new` tokens. For
+    a prompt that is too long the message advises `ways`, by default to shorten it."""
     if not ids:
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:

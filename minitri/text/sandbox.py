@@ -1,7 +1,6 @@
 """Sandboxes: processes with limits for chat templates, grammars and documents of strangers.
 
-A process runs `sandbox_program.py` and waits for questions; after a fork a child starts its own.
-"""
+A process runs `sandbox_program.py` and waits for questions; after a fork a child starts its own."""
 
 import json
 import os
@@ -21,8 +20,9 @@ class Sandbox:
     """Processes that answer questions of several threads, each within limits."""
 
     def __init__(self, kind: str, seconds: float, num_bytes: int, max_idle: int = 1) -> None:
-        """Makes a sandbox with limits of each answer's CPU time and of a process's memory.
-        `kind` answers: a function of `sandbox_program.py`, or a module's function `answer`."""
+        """Limits each answer to `seconds` of CPU time, and a process to `num_bytes` of memory.
+        `kind` is a function of sandbox_program.py that answers, or a module with a function
+        `answer`. At most `max_idle` processes wait for later questions."""
         self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
         self._excess = f"it takes more than {seconds:g} s, or too much memory"
         self.idle: list[Popen[str]] = []  # processes that wait
@@ -31,8 +31,8 @@ class Sandbox:
         weakref.finalize(self, stop, self.idle)
 
     def ask(self, question: object) -> str:
-        """Has a process answer a question, which JSON can hold, within the limits.
-        Raises `ValueError` if it fails or exceeds them, `InputError` on a system without limits."""
+        """Returns a process's answer to a question, which JSON can hold. Raises `ValueError` if it
+        fails or exceeds the limits, `InputError` on a system without limits."""
         if not find_spec("resource"):
             problem = "templates, grammars and files run within limits, which this system lacks"
             raise InputError(f"{problem}; do without them, or use Linux, macOS or WSL")
@@ -53,7 +53,7 @@ class Sandbox:
         return answer["text"]
 
     def _ask(self, text: str, child: Popen[str] | None = None) -> str:
-        """Sends a question `text` to `child` or a new process; returns its line, "" if it ends."""
+        """Sends a question `text` to `child` or a new process; returns the answer's line, or ""."""
         child = child or Popen(
             self._command,
             stdin=PIPE,

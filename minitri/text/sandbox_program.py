@@ -2,8 +2,7 @@
 
 One template expression, or a grammar of 40 bytes, can take any time and memory; a grammar of 60 KB
 can overflow a thread's stack, which ends the whole process. A line of input is a question in JSON,
-its answer a JSON line with `text` or `error`. Of minitri it imports at most the answering module.
-"""
+its answer a JSON line, `text` or `error`. Of minitri it imports at most the answering module."""
 
 import datetime
 import functools
@@ -33,7 +32,7 @@ class GenerationBlock(Extension):
 
 
 def complain(message: str) -> None:
-    """Refuses a conversation; a template calls this as `raise_exception`."""
+    """Refuses a conversation for the reason `message`: `raise_exception` of chat templates."""
     raise TemplateError(message)
 
 
@@ -54,7 +53,7 @@ def render(question: Any) -> str:
 
 
 def check_grammar(source: Any) -> str:
-    """Compiles a grammar in llguidance's own format, over bytes as tokens; its error, or ""."""
+    """Compiles a grammar in llguidance's JSON, over bytes as tokens; returns its error, or ""."""
     from llguidance import LLMatcher, LLTokenizer
 
     text = re.sub(r"<\[[\d,^* -]*\]>", "<[256]>", source)  # tokens of a model's vocabulary
@@ -65,7 +64,8 @@ def check_grammar(source: Any) -> str:
 
 
 def main(kind: str, seconds: float, num_bytes: int) -> None:
-    """Answers lines of standard input by `kind` (see `Sandbox`); beyond limits the process ends."""
+    """Answers each line of standard input by the function `kind`, or `answer` of the module `kind`.
+    After `seconds` of CPU time for a line the process ends; `num_bytes` limit its memory."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)  # with none, threads have 2 MiB
     stack = min(most if most > 0 else 1 << 21, 1 << 23) // 2  # less than a thread of minitri has
     limits = {resource.RLIMIT_STACK: stack, resource.RLIMIT_AS: num_bytes, resource.RLIMIT_CORE: 0}

@@ -2,15 +2,14 @@
 
 One record is made of all files that name such tokens. The first that says anything decides:
 
-* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS with pieces
-  of sentencepiece, llama.cpp's default with words in GGUF. Nothing is added at the end of a text
+* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS, where
+  sentencepiece cuts words, or (GGUF) a rule in `WITH_BOS`. Nothing is added at the end of a text
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
   `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it
   is a control token (in GGUF always), as it may be a tag of HTML
 * control tokens: of the vocabulary's file, and those that tokenizer_config.json adds or names; if
-  it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds tokens
-"""
+  it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds them"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ class SpecialTokens(NamedTuple):
 
 
 def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids of control tokens, which texts do not show, by their spellings."""
+    """Ids of a tokenizer's control tokens, which texts do not show, by their spellings."""
     added = pipeline.get_added_tokens_decoder()
     return {token.content: number for number, token in added.items() if token.special}
 
@@ -50,9 +49,9 @@ def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
 def add_tokens(
     pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], *, is_raw: bool
 ) -> dict[str, str]:
-    """Adds control tokens of a tokenizer_config.json to a pipeline. Returns spellings by names such
-    as bos_token. With `is_raw` they are found before a text is normalized, else by their flags.
-    Raises `ValueError` for a token with two ids."""
+    """Adds control tokens to a pipeline by `settings`, a tokenizer_config.json. Returns spellings
+    by names such as bos_token. With `is_raw` they are found before a text is normalized, else by
+    their flags. Raises `ValueError` for a token with two ids."""
     if isinstance(extra := settings.get("extra_special_tokens"), dict):  # tokens with other names
         settings = {**settings, **extra, "extra_special_tokens": ()}
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])

@@ -2,8 +2,7 @@
 
 The library does the work. `Tokenizer` adds the tokens that the model wants in front, and turns
 conversations into text by the model's chat template. `StreamDetokenizer` makes whole characters of
-new tokens, up to the first stop string.
-"""
+new tokens, up to the first stop string."""
 
 import codecs
 import re
@@ -42,8 +41,8 @@ class Tokenizer:
         chat_template: str = "",
         tool_template: str = "",
     ) -> None:
-        """Makes a tokenizer. Templates are Jinja sources: without a `chat_template` there are no
-        chats; a `tool_template`, if any, is for conversations with tools. Raises `ValueError`."""
+        """Wraps the library's `pipeline`. Templates are Jinja sources: without a `chat_template`
+        there are no chats; a `tool_template` is for chats with tools. Raises `ValueError`."""
         self.pipeline = pipeline
         self.chat_template = chat_template
         self.tool_template = tool_template
@@ -68,7 +67,7 @@ class Tokenizer:
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def spellings(self, word: str) -> list[list[int]]:
-        """All lists of token ids of a word: at the start of a text, after a space, after a line."""
+        """All lists of token ids of a word: at a text's start, after a space, after a line feed."""
         line, after_line, *ways = map(self.encode_marked, ("\n", f"\n{word}", word, f" {word}"))
         if after_line[: len(line)] == line:  # the word without the space of sentencepiece
             ways.append(after_line[len(line) :])
@@ -81,9 +80,9 @@ class Tokenizer:
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """A conversation as text, up to the next answer; control tokens are spelled out.
-        `tools` are functions that the model may call. The role developer becomes system if the
-        template does not know it. Raises `InputError`."""
+        """A conversation, as for `encode_chat`, as text up to the next answer; control tokens are
+        spelled out. `tools` are functions that the model may call, as in OpenAI's API. The role
+        developer becomes system if the template does not know it. Raises `InputError`."""
         if not self.chat_template:
             problem = "this model has no chat template: it completes texts; use an instruct model"
             raise InputError(f"{problem}, or write the conversation into the prompt")
@@ -117,13 +116,13 @@ class Tokenizer:
         return self.pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without control tokens; bytes that are not UTF-8 give U+FFFD."""
+        """Text of token ids without control tokens; bytes that are not UTF-8 give U+FFFD."""
         text = self.text_bytes(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:
-        """UTF-8 of successive tokens, maybe cut inside a character; of control tokens only `shown`.
-        The space that sentencepiece puts in front is kept."""
+        """UTF-8 of successive tokens, maybe cut inside a character; of control tokens only those of
+        ids in `shown`. The space that sentencepiece puts in front is kept."""
         return b"".join(
             self.token_bytes(token) for token in ids if token not in self._hidden or token in shown
         )
@@ -133,11 +132,11 @@ class Tokenizer:
         return {text: self.controls[text] for text in spellings if text in self.controls}
 
     def token(self, number: int) -> str | None:
-        """The spelling of a token in the vocabulary; None for an unused id."""
+        """The spelling of token id `number` in the vocabulary; None for an unused id."""
         return self.pipeline.id_to_token(number)
 
     def token_bytes(self, number: int) -> bytes:
-        """Bytes of a token, maybe a part of a character; of an added token, its spelling."""
+        """Bytes of a token id, maybe part of a character; of an added token, its spelling."""
         piece = self.token(number) or ""
         if number in self._added:
             return piece.encode()

@@ -10,7 +10,6 @@ p after the rejected siblings, with a new random number each (Sequoia, arXiv 240
 2). If no child is accepted, the next token comes from the last residual. So every token follows p
 exactly. At temperature 0 the likeliest tokens are tried: one that the drafter's distribution
 excludes counts as drawn from a one-hot distribution.
-
 Legend: B rows, N nodes with the root, T nodes of a pass, V vocab, L layers, H heads, D head dim.
 """
 
@@ -97,7 +96,7 @@ def walk(
 
 
 class TreeLevel(Level):
-    """A `Level` that guesses trees if the step's plan has a tree, and verifies chains and trees."""
+    """A stage that guesses trees where the step's plan has one, and verifies chains and trees."""
 
     source: IndependentSource | CoupledSource
 
@@ -113,7 +112,8 @@ class TreeLevel(Level):
         return shape_of(plan) if plan.tree else None
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses a tree per active row if this is the lowest level and the plan has a tree."""
+        """Guesses what follows the active rows of `sequences`: if this is the lowest level and the
+        plan has a tree, one `TreeProposal` for all rows, else chains, as `Level.propose`."""
         shape = self.shape()
         if not shape or self.below:
             return super().propose(sequences, active)
@@ -148,8 +148,9 @@ class TreeLevel(Level):
     def draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
-        """Draws tokens for a node's children from `output` at `place` of row b's block: at random,
-        the likeliest at temperature 0, or the best by the coupled noise of their `position`."""
+        """Draws `num_children` tokens from the distribution at `place` of `output`'s row b, without
+        replacement; at temperature 0 the likeliest; of a `CoupledSource` those of the highest
+        scores log p + Gumbel noise at their `position` in the text."""
         probs_V = output.probs_BNV[b, place]
         if self.runner.sampling[b].temperature == 0:
             return likeliest(output.filtered_BNV[b, place], num_children)
@@ -161,8 +162,8 @@ class TreeLevel(Level):
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        """Walks row b's tree: returns the accepted path, and the next token.
-        The row's text has `start` tokens. Takes random numbers from the source."""
+        """The accepted nodes of row b's tree, without the root, and the next token: decided by the
+        source's numbers. `probs_NV`: p after each node; `start`: length of the row's text."""
         if isinstance(self.source, CoupledSource):  # the noise of a position decides its token
             positions_N = start + torch.tensor(proposal.shape.depths)
             keys_N = self.source.keys(b, positions_N).to(probs_NV.device)
@@ -174,7 +175,8 @@ class TreeLevel(Level):
         return walk(proposal, b, probs_NV, self.source.uniforms(b, count))
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a tree in one pass, as `Level.verify`: appends the accepted path and a token."""
+        """Verifies a tree per row in one pass, or a chain as `Level.verify`. Appends the accepted
+        path and one more token to each active row of `sequences`; returns them."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
         pairs = zip(sequences, proposal.tokens, strict=True)
@@ -200,8 +202,8 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Reads T nodes of each row's tree, from node `first` on; cache lengths do not change.
-        Returns distributions (B, T, V) after them. After verification call `keep_paths`."""
+        """Reads T nodes of each row's tree, from node `first` on, with tokens `blocks`; returns the
+        distributions (B, T, V) after them. Cache lengths do not change: call `keep_paths` later."""
         nodes = slice(first, first + len(blocks[0]))
         depths = [depth - first for depth in shape.depths[nodes]]
         mask_TT = shape.mask_TT[nodes, nodes]
@@ -211,7 +213,7 @@ class TreeLevel(Level):
         )
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
-        """Keeps in the cache of every active row the root and one path of the tree just read."""
+        """Keeps in the cache of every active row the root and the nodes `paths[b]` of its tree."""
         runner = self.runner
         for b, path in enumerate(paths):
             if path != list(range(1, len(path) + 1)):

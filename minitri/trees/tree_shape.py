@@ -3,7 +3,6 @@
 Node 0 is the root, the last committed token of the text; other nodes are guesses, ordered by depth,
 siblings in the order of their tests. `sequences` and `sequoia` (arXiv 2402.12374) make the trees
 of TriForce, section 5.3.
-
 Legend: N nodes with the root, T nodes of a pass.
 """
 
@@ -25,7 +24,7 @@ YOUNGER_RATE = 0.3
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of a tree: the number of every node's parent, -1 for the root."""
+    """The shape of a tree of guesses: `parents[i]` is node i's parent, -1 for node 0, the root."""
 
     parents: tuple[int, ...]
 
@@ -65,7 +64,7 @@ class TreeShape:
 
 @cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The shape of a plan's tree: 4 sequences for "4x3", the best tree of 16 guesses for "16"."""
+    """The shape of a plan's tree: for "4x3" 4 sequences of 3, for "16" the best of 16 guesses."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
@@ -84,7 +83,6 @@ def sequences(width: int, depth: int) -> TreeShape:
 
 def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
-
     `rates[r]`, the acceptance rate of r-th children, must not rise with r, so that the nodes with
     the highest chance of acceptance make a tree."""
 

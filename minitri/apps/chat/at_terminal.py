@@ -29,7 +29,8 @@ def ask(
     folder: Path, commands: list[str], obey: Callable[[str], str], status: Callable[[], str]
 ) -> None:
     """Passes each input at a terminal to `obey`, which returns text to edit again, until Ctrl-D.
-    Enter ends an input, but breaks the line after a backslash, with Alt, or in triple quotes."""
+    Enter ends an input, but breaks the line after a backslash, with Alt, or in triple quotes.
+    `folder` has the history of inputs; `commands` are completed; `status` makes the bottom line."""
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
@@ -82,7 +83,7 @@ def let_keys_wait() -> None:
 
 
 def hang_up(*_: object) -> None:
-    """Ends an answer as Ctrl-C does, when the terminal is closed: nothing can be printed to it."""
+    """Signal handler for a closed terminal: ends an answer as Ctrl-C does, printing nothing."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -115,7 +116,7 @@ class MarkdownFile(Live):
         self._draw(self._text)
 
     def _draw(self, text: str) -> None:
-        """Draws Markdown with its line breaks; its HTML as plain text, which rich would omit."""
+        """Draws Markdown with its line breaks, and HTML in it, which rich would omit, as text."""
         if text.strip():
             block = Markdown("", hyperlinks=False)
             block.parsed = MarkdownIt("js-default").parse(text.replace("\n", "  \n"))
@@ -129,7 +130,7 @@ class MarkdownFile(Live):
 
 
 def answer_file() -> Any:
-    """Context with a `MarkdownFile` for an answer, or None at a plain terminal."""
+    """Context manager; gives a `MarkdownFile` for an answer, or None if stdout has no colors."""
     console = Console()
     if console.no_color or console.is_dumb_terminal:
         return contextlib.nullcontext()

@@ -44,7 +44,8 @@ class Chat:
         archive: Archive = Archive(),  # noqa: B008 (of no files)
         output: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        """Begins a chat; `output` makes a context with the file for an answer, None: stdout."""
+        """Begins a chat from `talk`, or the --load file, by flags `args`; `archive` keeps chats.
+        `output` makes a context that gives the file for an answer, or None for standard output."""
         self.talk = talk
         self._archive = archive
         self._output = output
@@ -66,7 +67,7 @@ class Chat:
         return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
 
     def obey(self, typed: str) -> str:
-        """Answers a question or obeys a command; returns a question that failed, to be edited."""
+        """Answers a question or obeys a /command; returns a question that failed, to be edited."""
         line = typed.strip()
         is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")
@@ -91,7 +92,7 @@ class Chat:
         return ""
 
     def do_help(self, _: str) -> None:
-        """this list"""
+        """list all commands"""
         lines = [f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()]
         say("\n".join([*lines, "Alt-Enter, or Enter after a backslash, breaks a line"]))
 
@@ -132,7 +133,7 @@ class Chat:
         say(f"system: {self.talk.system or 'as the model has it'}")
 
     def do_documents(self, file: str) -> None:
-        """[FILE] add a document; show the tokens of each"""
+        """[FILE] add a document, or show how many tokens of each are kept"""
         if file:
             texts = {file: read_document(file, "/documents")}
             self._file = file
@@ -141,7 +142,7 @@ class Chat:
             say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
     def do_fit(self, _: str) -> None:
-        """cut documents to what fits, also the one that was just too long"""
+        """cut documents to what fits, also the one just refused as too long"""
         self._args.fit = True
         self.do_documents(self._file)
 
@@ -154,7 +155,7 @@ class Chat:
         self._saved = file
 
     def do_load(self, file: str) -> None:
-        """FILE: continue the conversation in it"""
+        """FILE: continue the conversation that /save wrote to it"""
         self._engine.load_kv(file)
         talk = self.talk.restored(self._engine.snapshot_note)
         self._archive.begin()
@@ -224,7 +225,7 @@ class Chat:
             say("stopped; /documents shows what was read, /documents FILE reads on")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
-        """Prints an answer to a question after earlier turns, or continues the latest answer."""
+        """Prints an answer to `turn`'s question after earlier turns, or goes on with its answer."""
         talk = self.talk
         context = self._engine.config.context_length
         most_new = self._settings["max_new_tokens"]
@@ -255,7 +256,7 @@ class Chat:
             self._archive.write(self._as_text())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> RequestState:
-        """Has the model write at most `num_new` tokens; prints them if `show`."""
+        """Generates at most `num_new` tokens after the ids `prompt`; prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
         run = self._engine.generate(

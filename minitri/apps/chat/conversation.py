@@ -54,7 +54,7 @@ class Conversation:
 
     @cached_property
     def _frame(self) -> tuple[str, str, str]:
-        """Texts before the first question, after answers, after questions. Raises `InputError`."""
+        """Texts before the first question, after each answer and question. Raises `InputError`."""
         if self.stops:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -78,8 +78,8 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy of the conversation with documents added, or replaced, by name in `texts`.
-        --fit and --max-prompt-tokens cut the longest to one length. Raises `InputError`."""
+        """A copy with documents added, or replaced, by names in `texts`. Flags (--fit and
+        --max-prompt-tokens) cut the longest to one length. Raises `InputError` if too long."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
@@ -113,7 +113,7 @@ class Conversation:
         )
 
     def cut(self, num_tokens: int) -> "Conversation":
-        """A copy whose documents end where the first `num_tokens` ids of the conversation end."""
+        """A copy with documents cut to what the first `num_tokens` ids hold; all turns stay."""
         num_tokens -= len(replace(self, documents=()).beginning)
         documents = []
         for name, ids, size in self.documents:
@@ -122,7 +122,7 @@ class Conversation:
         return replace(self, documents=documents)
 
     def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
-        """A copy in which `change` has replaced the token ids of all documents and turns."""
+        """A copy that has `change(ids)` in place of token ids, in all documents and turns."""
         documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
         turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
         return replace(self, documents=documents, turns=turns)
@@ -139,7 +139,7 @@ class Conversation:
         return ids
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest of `turns`, at least one, for which `ids` has at most `most` tokens."""
+        """The latest of `turns`, at least one, that with documents take at most `most` tokens."""
         # A quarter goes at a time, so that few questions make the model read all turns again.
         while len(turns) > 1 and len(self.ids(turns)) > most:
             turns = turns[(len(turns) + 3) // 4 :]

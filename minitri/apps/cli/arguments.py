@@ -30,8 +30,8 @@ Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
 """By key: `flags` that are no fields; `short` names; `topics`; flags of `programs` by heading;
-their `defaults`; full `titles`; `exclusive` headings, for one flag only; more `arguments` of a
-program; what a flag `needs`; flags `unused` by a method; `rare` ones, in --help-all alone."""
+their `defaults`; full `titles`; `exclusive` headings, for one flag only; more `arguments` by
+heading or program; what a flag `needs`; flags `unused` by a method; `rare` ones: --help-all."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 SETTINGS = (ModelChoice, SamplingParams, GenerationConfig, SpeculationConfig)
@@ -87,7 +87,8 @@ class OneLineParser(ArgumentParser):
         self.set_defaults(**TABLE["defaults"].get(program, {}))
 
     def add_flags(self, *names: str, title: str = "") -> Flags:
-        """Adds flags by names of fields or topics; returns their group, or the parser if none."""
+        """Adds flags under the heading `title`, if any; `names` are fields of settings, or topics
+        in flags.json. Returns the group of the flags, or the parser if they have no heading."""
         group: Flags = self
         if title:
             group = self.add_argument_group(TABLE["titles"].get(title, title))
@@ -106,7 +107,7 @@ class OneLineParser(ArgumentParser):
         return group
 
     def in_flags(self, error: InputError) -> str:
-        """An error's message with settings spelled as flags, less remedies that no flag has."""
+        """An error's message with settings spelled as flags, without remedies that have no flag."""
         flags = {flag[2:].replace("-", "_"): flag for flag in self._option_string_actions}
 
         def spelled(match: re.Match[str]) -> str:
@@ -154,7 +155,7 @@ class OneLineParser(ArgumentParser):
 
 
 def number_from(least: float, most: float = MAX_COUNT) -> Callable[[str], float]:
-    """Makes the `type` of a flag for a number in these limits, whole if `least` is an `int`."""
+    """Makes the `type` of a flag for numbers from `least` to `most`, whole if `least` is `int`."""
     is_whole = isinstance(least, int)
 
     def number(text: str) -> float:
@@ -217,7 +218,7 @@ def field_texts(settings: type) -> dict[str, str]:
 def taken(
     settings: type[Settings], args: Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings of a class, or else `base`, changed by flags and `others`. Raises `InputError`."""
+    """`base`, or else a class's defaults, changed by flags and `others`. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 
@@ -234,6 +235,6 @@ def model_of(args: Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: Namespace, temperature: float = 0) -> SpeculationConfig:
-    """Speculation settings by the flags. Raises `InputError`.
-    Greedy texts without --seed always let the autotuner use measured times."""
+    """Speculation settings by the flags. Raises `InputError`. Greedy texts (temperature 0) without
+    --seed let the autotuner use measured times."""
     return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

@@ -21,14 +21,15 @@ from minitri.text.prompt_ids import draw_seed
 def load_engine(
     args: Namespace, *texts: str, usual_tokens: int | None = None
 ) -> "tuple[minitri.Engine, list[list[int]]]":
-    """Loads the engine that flags name, and encodes `texts` by `inputs.encode`."""
+    """Loads the engine that flags name; returns it with the token ids of each of `texts`, cut to
+    --max-prompt-tokens, or else to `usual_tokens`. Raises `InputError`."""
     opened = open_engine(args)
     prompts = [inputs.encode(text, opened, args, usual_tokens=usual_tokens) for text in texts]
     return load_weights(args, opened), prompts
 
 
 def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
-    """Opens the models' files by flags, checks sampling and --save-kv. Raises `InputError`."""
+    """Opens models by flags, without weights; checks sampling, --save-kv. Raises `InputError`."""
     exits.import_pytorch()  # takes seconds
     from minitri.files.snapshots import check_place
     from minitri.loader import OpenEngine
@@ -60,7 +61,7 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 
 
 def suggest_larger(args: Namespace) -> None:
-    """Logs which larger model fits here, where the default one is to read documents."""
+    """Logs which larger model fits into memory, if --model is the default one, which is small."""
     from minitri.core.memory import free_host_bytes  # with PyTorch
 
     fits = [larger for least, larger in LARGER.items() if least < free_host_bytes()]
@@ -97,7 +98,7 @@ def start_run(
         generation=taken(GenerationConfig, args),  # only fields of runs count here
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # of --load-kv; the run has earlier texts
+        if held := engine.held_tokens:  # --load-kv's: the run took earlier texts'
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info("--load-kv: prompts begin with up to %d of its %d tokens", used, len(held))
         yield run

@@ -35,7 +35,7 @@ def read_document(file: str, flag: str) -> str:
 
 
 def read_apart(content: bytes) -> tuple[str, str]:
-    """A stranger's file, read in a sandbox: returns as `_text_of`. Raises `InputError`."""
+    """Text and encoding of a stranger's file, read within limits. Raises `InputError`."""
     with explain("the file cannot be read", f"give {WANTED}"):
         read: Any = SANDBOX.ask(base64.b64encode(content).decode())
     text, encoding = read
@@ -43,7 +43,7 @@ def read_apart(content: bytes) -> tuple[str, str]:
 
 
 def answer(question: str) -> tuple[str, str]:
-    """Called in the sandbox's process, at lowest priority: `_text_of` for content in base64."""
+    """Text and encoding of a file in base64, for the sandbox, in whose process it is called."""
     os.nice(19)
     return _text_of(base64.b64decode(question))
 
@@ -96,7 +96,8 @@ def read_text(file: str, flag: str) -> str:
 
 
 def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Any]) -> Any:
-    """Reads and decodes the file that a flag names; `InputError`s advise to give `wanted`."""
+    """Reads the file that a flag names, or standard input (`-`); returns what `decode` makes of its
+    bytes. Raises `InputError`, which advises to give what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:

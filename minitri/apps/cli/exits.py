@@ -103,7 +103,7 @@ def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def leave(*_: object) -> None:
-    """Ends the process at once, with a line on standard error, as the answer to Ctrl-C."""
+    """Signal handler of Ctrl-C: ends the process at once, with a line on standard error."""
     os.write(2, b"minitri: interrupted\n")
     os._exit(130)
 
@@ -131,7 +131,7 @@ def _let_go() -> None:
 
 
 def _end(code: int, line: str = "") -> SystemExit:
-    """The exit to raise, its reason printed; of several ranks the first to end decides the code."""
+    """Prints `line`, returns the exit to raise; of several ranks the first to end sets the code."""
     is_first = True
     if group := sys.modules.get("minitri.devices.parallel.group"):
         code, is_first = group.first_end(code)

@@ -46,8 +46,8 @@ class Line(NamedTuple):
 
 
 def many(args: Namespace) -> int:
-    """Answers the lines of --prompts, here or by replicas, but for those in --output.
-    Raises `InputError` at the end if lines were wrong, or there are none."""
+    """Answers the lines of --prompts that --output has not answered, here or by Ray replicas.
+    Returns 0; raises `InputError` at the end if lines were wrong, or there are none."""
     lines = read_lines(args)
     name = args.output
     stdout = nullcontext(sys.stdout)
@@ -70,8 +70,8 @@ def many(args: Namespace) -> int:
 
 
 def answered(file: Any, name: str) -> dict[str, bool]:
-    """Ids (by `key_of`) of the answers in an --output file, and whether each is an error.
-    Locks it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
+    """Ids, as JSON, of the answers in an open --output file, and whether each is an error. Locks
+    it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
     import fcntl  # a module of Unix
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):
@@ -111,7 +111,7 @@ def read_lines(args: Namespace) -> list[Line]:
 def answers(
     lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
-    """Yields answers to lines of --prompts, each when done; `engine` is by default the flags'."""
+    """Yields JSON answers to lines of --prompts, each when done; by default loads the engine."""
     engine = engine or boot.load_engine(args)[0]
     generation = arguments.taken(GenerationConfig, args)
     sampling, seed = boot.sampling_of(args, engine, f"{len(lines)} prompts")

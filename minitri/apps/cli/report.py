@@ -32,7 +32,7 @@ def where(model: "Llama") -> dict[str, str]:
 
     from minitri.devices.cpu.kernels import Kernels
 
-    kernels = getattr(model.attend, "__self__", None)  # None of a function
+    kernels = getattr(model.attend, "__self__", None)  # None for a plain function
     compiled = f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"
     return {
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -43,8 +43,9 @@ def print_stream(
     show: bool,
     file: Any = None,
 ) -> None:
-    """Runs one prompt with a progress bar, and prints its text if `show`, by default to standard
-    output. Ctrl-C stops the run after the next event, a second one at once."""
+    """Runs one prompt with a progress bar, and prints its text if `show`, to `file` or standard
+    output. Ctrl-C stops the run after the next event, a second one at once. The time of a long
+    prompt is logged, predicted by the target's `config`."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -75,7 +76,7 @@ def print_stream(
 
 
 def seconds_left(config: minitri.ModelConfig, seconds: float, read: PrefillProgress) -> float:
-    """Seconds until the rest of a prompt is read, by FLOPs; `read` is its first chunk's event."""
+    """Seconds to read the rest of a prompt, by FLOPs; the first chunk, `read`, took `seconds`."""
     cached, done, total = (
         Workload(config, None, n // 2, 0).read("target", n - 1).flops
         for n in (read.num_cached, read.num_done, read.num_tokens)

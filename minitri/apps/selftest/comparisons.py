@@ -15,8 +15,7 @@ Scores of the emitted tokens are compared with their expected values under p (`m
 Guessed and bonus tokens are added up apart, since a bug may push them in opposite directions. Which
 of both comes next is known before the token is sampled, so each sum is a martingale.
 
-Legend: N tokens, V vocab.
-"""
+Legend: N tokens, V vocab."""
 
 from argparse import Namespace
 from collections import defaultdict
@@ -51,7 +50,7 @@ def is_bitwise(engine: Engine, args: Namespace) -> bool:
 
 
 def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
-    """Rows of the report: greedy and coupled texts of every method against autoregressive ones."""
+    """Yields rows: greedy and seed-coupled texts of each method against autoregressive ones."""
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
         how: Json = {"generation": generation, "seed": args.seed, "temperature": temperature}
@@ -85,8 +84,9 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """How far the worse token of `pair` scores below the best one, and the `bound` of rounding, by
-    a block of `width`. Scores after `text` are logits, or for T > 0 log p plus Gumbel noise."""
+    """How far the worse token of `pair` scores below the best of all after `text`, and the gap that
+    rounding can explain, as measured by a pass over `width` tokens at once. Scores are logits, or
+    at a temperature above 0 log p plus Gumbel noise by `seed`."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
@@ -99,7 +99,7 @@ def compare_scores(
 
 
 def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
-    """Tests whether each method's samples follow the target's distribution, at temperature > 0."""
+    """Yields report rows: whether methods' samples after parts of `prompt` follow the target."""
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = args.budget or 4 * args.chunk_size
     num = -(-args.num_samples // LENGTH)
@@ -127,7 +127,8 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
 def run_test(
     engine: Engine, prompts: list[list[int]], speculation: SpeculationConfig, args: Namespace
 ) -> dict[str, float]:
-    """p-values, by score and kind of token, that texts of `speculation` follow the model's p."""
+    """p-values, by names such as "likelihood of bonus tokens", of tests whether texts after
+    `prompts`, generated with `speculation`, follow the model's distribution."""
     sampling = taken(SamplingParams, args)
     generation = GenerationConfig(LENGTH, ignore_eos=True)
     requests = [
@@ -153,7 +154,7 @@ def run_test(
 def probs_of_text(
     engine: Engine, model: Llama, prompt: list[int], new: list[int], sampling: SamplingParams
 ) -> Tensor:
-    """Distributions (N, V) of a model after a prompt and before each of N `new` tokens."""
+    """Distributions (N, V), by `sampling`, after a prompt and before each of N `new` tokens."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
     filters = prepare.text_filters(sampling, prompt, engine.tokenizer, engine.config)

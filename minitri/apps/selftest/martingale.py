@@ -3,8 +3,7 @@
 A score maps every token to a number from 0 to 1. The sum S of (score - expected score) over sampled
 tokens is a martingale with mean 0 and a known variance V, whatever the texts: for any rate r,
 exp(r S - (exp |r| - 1 - |r|) V) exceeds 1 / a with odds of at most a (Freedman 1975, Ville). The
-best of several rates counts, with odds multiplied by their number.
-"""
+best of several rates counts, with odds multiplied by their number."""
 
 from dataclasses import dataclass
 from math import exp, log
@@ -15,14 +14,14 @@ RATES = [2.0**-k for k in range(13)]  # absolute values of the rates r, of eithe
 
 @dataclass
 class Martingale:
-    """Running sums of one score: deviation from its expected value, and variance."""
+    """Sums, over sampled tokens, of a score's deviations from expected values, and variances."""
 
     total: float = 0.0
     variance: float = 0.0
     num_tokens: int = 0
 
     def add(self, token: int, probs: Any, scores: Any) -> None:
-        """Adds a token sampled from `probs`; `probs` and `scores` are (V,), V the vocabulary."""
+        """Adds `scores[token]` less its mean under `probs`, which drew the token; both (V,)."""
         deviations = scores - probs @ scores
         self.total += float(deviations[token])
         self.variance += float(probs @ deviations**2)

@@ -3,8 +3,7 @@
 Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
 token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. Above
 temperature 0 statistical tests check that many short texts follow the model's distribution; an
-alarm that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear.
-"""
+alarm that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear."""
 
 import json
 from argparse import Namespace
@@ -24,7 +23,7 @@ COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least
 
 
 def table(results: list[report.Json]) -> str:
-    """The comparisons as a table, with the conclusion in the last line."""
+    """The rows of comparisons as a text table, with the conclusion in the last line."""
     counts = Counter(row["verdict"] for row in results)
     verdicts = [verdict for verdict in VERDICTS if verdict in counts]
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)

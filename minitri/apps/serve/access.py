@@ -2,8 +2,7 @@
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
 header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS);
-bodies of other types are refused where the headers show a page.
-"""
+bodies of other types are refused where the headers show a page."""
 
 import functools
 import hashlib

@@ -3,8 +3,7 @@
 An answer at /v1/responses is a list of items: thinking, messages and calls of functions. A stream
 sends it piece by piece, as numbered events.
 In addition to OpenAI's fields every answer has its `seed`; with `details` the chunks of a stream
-have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
-"""
+have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp."""
 
 import secrets
 import time
@@ -57,7 +56,7 @@ class Writer:
         }
 
     def take(self, number: int, event: Event) -> bytes:
-        """Takes an event of one text; returns the part of the answer that is complete, or b""."""
+        """Takes an event of text `number`; returns what is complete of the answer, if anything."""
         asked = self._asked
         if isinstance(event, End):
             self._ends[number] = event
@@ -195,7 +194,7 @@ class ResponseWriter(Writer):
         return self._event("failed")
 
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
-        """Makes the stream's events that follow from one event of the text."""
+        """Yields the stream's events for one event of the text, which `parser` splits."""
         if not self._number:
             yield self._event("created")
             yield self._event("in_progress")
@@ -226,13 +225,12 @@ class ResponseWriter(Writer):
         return b"event: response.%b\n" % kind.encode() + in_stream(content)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """Makes an event of the stream about the latest item."""
+        """The stream's next event, `response.{kind}`, with `fields`, about the latest item."""
         index = len(self._items) - 1
         item_id = self._items[index]["id"]
         return self._event(kind, item_id=item_id, content_index=0, output_index=index, **fields)
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Makes the events of the stream about parsed pieces of the answer."""
         for piece, text, name in pieces:
             if piece == "call":
                 call_id = new_id("call_")
@@ -251,14 +249,14 @@ class ResponseWriter(Writer):
                 yield self._item_event(f"{part}.delta", delta=text, logprobs=[])
 
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
-        """Ends the latest item, and begins one of a type: reasoning, message, function_call."""
+        """Yields events that end the latest item and begin one of type `kind`, with `fields`."""
         yield from self._close("completed")
         item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         yield self._item_event("output_item.added", item=item)
 
     def _close(self, status: str) -> Iterator[bytes]:
-        """Ends the latest item of the response, if there is one."""
+        """Yields the events that end the latest item, if there is one, with this status."""
         for item in self._items[-1:]:
             item["status"] = status
             for part in item.get("content", ()):

@@ -1,8 +1,7 @@
 """HTTP endpoints as a Starlette application, and the uvicorn server that runs it.
 
 A request that fails is answered with OpenAI's error JSON, and others do not notice. A client that
-leaves frees its row.
-"""
+leaves frees its row."""
 
 import asyncio
 import contextlib
@@ -81,7 +80,7 @@ class Answer(StreamingResponse):
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """HTTP response that reports an error."""
+    """HTTP response that reports an error, in OpenAI's JSON."""
     if isinstance(error, HTTPException):  # of Starlette: no such path, or method
         error.detail += f"; there are {', '.join(route.path for route in request.app.routes)}"
     refused = as_api_error(error)
@@ -89,7 +88,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def read_body(request: Request, media_type: str, limit: int) -> bytes:
-    """A request's body. Raises `ApiError` for one that is too long, or late, or of another type.
+    """A request's body. Raises `ApiError` for one above `limit` bytes, or late, or of another type.
     Only programs may leave the type out: their requests have no Origin or Sec-Fetch-Site. A page of
     another site must ask (CORS) before it sends bodies of `media_type`."""
     sent = request.headers.get("content-type", "").lower()
@@ -118,8 +117,8 @@ class Service:
     worker: Worker
     max_open: int  # texts that may run or wait
     access: Access
-    clients: Counter[str] = field(default_factory=Counter)  # texts that run or wait
-    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    clients: Counter[str] = field(default_factory=Counter)  # texts that run or wait, by client
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))  # of files
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of documents
 
     @property
@@ -159,7 +158,7 @@ class Service:
         return f"key {digest}"
 
     async def complete(self, request: Request) -> Response:
-        """Answers at a path of `ENDPOINTS`; while a prompt is tokenized, it counts as one text."""
+        """Answers a POST to a path of `ENDPOINTS`; until tokenized, its prompts count as a text."""
         client = self._admit(request)
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = await read_body(request, "application/json", limit)
@@ -226,7 +225,7 @@ class Service:
             self.clients -= Counter({client: num})
 
     async def documents(self, request: Request) -> Response:
-        """Reads a file, of any type that the chat reads, as text, and counts its tokens."""
+        """Answers with text, format and number of tokens of a file, of any type that chats read."""
         client = self._admit(request)
         with self._counted(client, 1):
             async with self.uploads:

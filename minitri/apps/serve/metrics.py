@@ -1,7 +1,6 @@
 """Metrics of a server for Prometheus: texts, tokens, and the seconds that clients wait for them.
 
-The library keeps them for the whole process, and adds its memory and processor time.
-"""
+The library keeps them for the whole process, and adds its memory and processor time."""
 
 import time
 

@@ -11,7 +11,7 @@ PAGES = jinja2.Environment(loader=jinja2.PackageLoader("minitri.apps.serve", "pa
 
 
 def page(name: str) -> HTMLResponse:
-    """A file of pages/, whose policy allows only its own script and style, and this server."""
+    """Response with a file of pages/; its policy allows only its script, style and this server."""
     text = PAGES.get_template(name).render()
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action "
     policy += "'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

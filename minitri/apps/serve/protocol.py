@@ -2,8 +2,7 @@
 ask for, and errors.
 
 The models check the bodies, and /docs.json has their schemas. Most names are OpenAI's, others
-vLLM's, such as `top_k`, `min_p` and `ignore_eos`; `speculation` and `details` are minitri's.
-"""
+vLLM's, such as `top_k`, `min_p` and `ignore_eos`; `speculation` and `details` are minitri's."""
 
 import json
 from dataclasses import replace
@@ -153,7 +152,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Chat messages from `input` of /v1/responses; joins successive calls. Raises `ValueError`."""
+    """Chat messages of `items`, the `input` of /v1/responses; joins calls. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []
@@ -197,7 +196,7 @@ Asked = TextBody | ChatBody | ResponseBody
 
 
 class Call(NamedTuple):
-    """One call of an endpoint: texts to generate, and how to word the answer."""
+    """One call of an endpoint: texts to generate, the body that asks for them, a chat's prompt."""
 
     requests: list[Request]
     asked: Asked
@@ -222,8 +221,9 @@ class Protocol(NamedTuple):
         return json_line({"text": text, "format": encoding, "num_tokens": num_tokens})
 
     def read(self, body: bytes, kind: type[Asked], client: str, salt: str) -> Call:
-        """Makes a `Call` of an HTTP body. Raises `InputError`, or `ApiError` with OpenAI's code.
-        With a `salt`, prompts reuse K and V only of prompts with the same salt and end user."""
+        """Makes a `Call` of an HTTP body of this `kind` from the client of this name. Raises
+        `InputError`, or `ApiError` with OpenAI's code. With a `salt`, prompts reuse K and V only of
+        prompts with the same salt and end user."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
         asked = checked(kind, content, lenient=self.lenient)

@@ -1,7 +1,6 @@
 """The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
-Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
-"""
+Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them."""
 
 import contextlib
 import socket
@@ -63,7 +62,8 @@ def open_worker(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
-    """Starts a worker with a warmed-up run; returns it, its rows, tokens per row, GiB."""
+    """Starts a worker whose run has read a first prompt; returns the worker, its number of rows,
+    the tokens that a row holds, and GiB of rows and weights. Raises `InputError`."""
     from minitri.worker import Worker
 
     most = engine.config.context_length

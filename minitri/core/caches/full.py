@@ -24,7 +24,7 @@ class FullCache(Cache):
     def allocate(
         cls, model: Llama, batch_size: int, capacity: int, make_slots: MakeSlots = plain_slots
     ) -> "FullCache":
-        """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
+        """An empty cache of `batch_size` rows of `capacity` slots or more, made by `make_slots`."""
         config = model.config
         slots = pad_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
@@ -71,7 +71,7 @@ class HeldRow:
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[KV]:
-        """Puts saved first slots back; yields by layer K and V (K, T, D) of T = `num_tokens`."""
+        """Restores overwritten first slots; yields by layer K, V (K, T, D) of T = `num_tokens`."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):

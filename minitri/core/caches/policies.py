@@ -32,7 +32,7 @@ class Policy:
     wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        """Scores (K, N) of row b's N chunks of keys for its latest queries; the best are kept."""
+        """Scores (K, N) of row b's N chunks of keys for its R latest queries; the best are kept."""
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:

@@ -27,10 +27,10 @@ class Store(Protocol):
 
 
 class PrefixCache:
-    """Finds K and V of a prompt's first tokens in rows of a full cache, a snapshot, a store."""
+    """Finds K and V of a prompt's first tokens in rows of a cache, a snapshot file, a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """`num_guarded`: first slots of an empty row, which passes of other rows overwrite.
+        """Other rows' passes write to the first `num_guarded` slots of an empty row of `full`.
         Without `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
@@ -50,7 +50,6 @@ class PrefixCache:
 
     @property
     def longest(self) -> HeldRow | None:
-        """The longest ended text whose K and V are held; None if there is none."""
         row = max(self._ended, key=lambda row: len(row.tokens))
         return row if row.tokens else None
 
@@ -64,7 +63,7 @@ class PrefixCache:
             self._guard(b, self._reusable(b, text), self.owners[b])
 
     def _guard(self, b: int, tokens: Tokens, owner: str | None) -> None:
-        """Records that the ended row b holds these tokens; saves a copy of its first slots."""
+        """Records that ended row b holds these tokens of `owner`; copies its first slots."""
         pair = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
         self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
 
@@ -78,7 +77,7 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_row(self, free_rows: list[int], prompt: Tokens, owner: str) -> int:
-        """Free row with most tokens shared with the prompt, less those of its text then lost."""
+        """The free row with most tokens of a prompt of `owner`, minus the tokens lost there."""
         rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
@@ -107,12 +106,12 @@ class PrefixCache:
         return num_tokens
 
     def publish(self, b: int, tokens: Tokens) -> None:
-        """Queues K and V of row b's prompt `tokens` for the store; not if there is a snapshot."""
+        """Queues K, V of row b's prompt `tokens` for the store, unless a snapshot file is used."""
         if self.store and not self.snapshot:  # which another device may have computed
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
-        """Copies K and V of the first tokens of `source` into row b, if that is another row."""
+        """Copies K and V of the first `num_tokens` of `source` to row b, unless it is that row."""
         for layer, pair in enumerate(source.layers(num_tokens)):
             if (source.full, source.b) != (self._full, b):
                 self._full.write(layer, b, *pair)

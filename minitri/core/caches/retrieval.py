@@ -54,7 +54,7 @@ class RetrievalCache(Cache):
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
     ) -> None:
-        """Allocates an empty cache; `commit` and `take_committed` fill it with tokens of `full`."""
+        """An empty cache for `budgets[b]` tokens of each row b of `full`, the cache of `model`."""
         L = model.config.num_layers
         _, B, K, _, D = full.keys.shape
         self._full = full
@@ -103,7 +103,8 @@ class RetrievalCache(Cache):
         return explain(problem, "correct it") if self._is_custom else nullcontext()
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Called in a pass of the target with a layer's K and V: rebuilds it in all due rows."""
+        """Refills a layer of rows due for a rebuild, with chunks of the full cache's K and V.
+        Called by an offloaded full cache's `update`."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_selected = self._is_due(row, end)
@@ -126,7 +127,6 @@ class RetrievalCache(Cache):
             M = self._settings.chunk_size
             num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
             self.rows[b] = RetrievedRow(row.budget, 0, num_committed=num_whole, built_at=known)
-            # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
         return row.is_selected
@@ -157,7 +157,7 @@ class RetrievalCache(Cache):
         """Whether to rebuild the row, from the first `num_tokens` tokens of the text."""
         is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
         is_worn = row.num_overwritten >= row.budget / 2
-        is_used = row.num_committed > row.built_at  # never built, or in a step since
+        is_used = row.num_committed > row.built_at  # never built, or used since
         is_needed = self.is_wanted and is_used and num_tokens > row.budget
         return is_needed and (is_old or is_worn)
 
@@ -192,7 +192,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
-        """Copies the full cache's new K and V: to free slots, then over the least important."""
+        """Copies row b's new K and V of the full cache to free slots, or the least important."""
         row, end = self.rows[b], self._full.lengths[b]
         while (start := row.num_committed) < end:
             used = self.lengths[b]
@@ -207,7 +207,6 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
-        """Copies row b's new K and V of the full cache, in layers with a sliding window."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

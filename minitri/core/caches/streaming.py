@@ -16,10 +16,10 @@ from minitri.core.settings import SpeculationConfig
 
 
 class StreamingCache(Cache):
-    """KV cache of sinks and recent tokens of B rows: raw keys, rotated keys and values."""
+    """KV cache of sinks and recent tokens of B rows: keys, unrotated and rotated, and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """An empty cache. Raises `InputError` if it needs more slots than the model has context."""
+        """An empty cache sized by `speculation`. Raises `InputError` beyond the model's context."""
         config = model.config
         slots = speculation.window_slots
         if slots > config.context_length:

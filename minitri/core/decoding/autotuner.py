@@ -16,8 +16,8 @@ FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor by which older tested guesses weigh less, for each verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
-EXPLORATION = 1.005  # a plan's bonus factor per step, after PATIENCE, that a stage of it idles
-WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `MOST_RECENT`
+EXPLORATION = 1.005  # a plan's bonus factor for each step that a stage of it idles after PATIENCE
+WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `runner.MOST_RECENT`
 CAUTION = 2  # the predicted seconds that a drafter takes to catch up count this many times
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens that a row may still get, on average
 
     def choose(self) -> StepPlan:
-        """The plan of the next step, by predicted speed. If some plans do without the retrieval
-        cache, `plans[0]` comes once before the first that uses it: its pass fills the cache."""
+        """The plan of the next step, by predicted speed. Unless the retrieval cache is built, the
+        first plan that uses it comes after a step by `plans[0]`, whose pass fills it."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
@@ -90,7 +90,6 @@ class Autotuner:
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
     def tokens_per_second(self, plan: StepPlan) -> float:
-        """Predicted tokens per second of decoding by this plan."""
         length = float(plan.gamma1)
         tree = num_nodes(plan.tree)
         num_guesses = tree or length
@@ -105,7 +104,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens per second: more for idle stages, less for the seconds of `setup`."""
+        """Predicted tokens/s, with a bonus for idle stages, counting `setup` seconds by stage."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)

@@ -11,7 +11,7 @@ One step of TriForce with gamma1 = 2 and gamma2 = 3. The committed text ends wit
                its block is a c d e f, at least gamma2 tokens: it is proposed to the target
     target     reads t a c d e f    one pass over the full cache:
                                     accepts a c d, rejects e, samples the recovered token g
-    commit     a c d g join the text; the caches keep t a c d, and g is read in the next step
+    commit     a c d g join the text; the full cache keeps t a c d; g is read in the next step
 
 Every level verifies the stage below it, and the tokens it emits follow its own distribution p
 exactly (`verification.py`). So they are a valid proposal for the level above, and by induction the
@@ -60,7 +60,7 @@ class Cascade:
         return part
 
     def start(self, rows: Collection[int]) -> list[Emitted]:
-        """Samples the first token of each of these active rows by the target alone."""
+        """Samples the first token of these active rows by the target; one `Emitted` per row."""
         starting = [b in rows for b in range(len(self.sequences))]
         return self._target.verify(self.sequences, starting, Proposal.nothing(len(starting)))
 
@@ -71,7 +71,7 @@ class Cascade:
         self._meter.clock.settle()  # waits for the device
 
     def step(self) -> list[Emitted]:
-        """Extends every active row by its accepted guesses and one token of the target."""
+        """Extends active rows by accepted guesses and one token of the target; returns these."""
         plan = self._meter.tuner.choose()
         self._connect(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
@@ -80,7 +80,6 @@ class Cascade:
         return emitted
 
     def _connect(self, plan: StepPlan) -> None:
-        """Links the stages of a plan, the lowest first, and prepares each for the step."""
         below: Stage | None = None
         gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
         for stage in self.stages:

@@ -22,21 +22,21 @@ class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, name: str, meter: Meter) -> None:
-        """Adds counts of this stage to the list `meter.stats.stages`: make the lowest first."""
+        """`name`: draft, retrieval or target. Adds its counts to the list `meter.stats.stages`."""
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
-        meter.stats.stages.append(self.stats)
+        meter.stats.stages.append(self.stats)  # so the lowest stage is made first
         self.gamma = 1  # tokens to propose, which a last round may exceed; the target proposes none
         self.below: Stage | None = None  # stage that guesses; `Cascade` sets this and `gamma`
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses the next tokens of the active rows; `sequences` are unchanged afterwards."""
+        """Guesses tokens after active rows' sequences, which are unchanged afterwards."""
         raise NotImplementedError
 
     @contextmanager
     def timed_round(self, num_guesses: int = 0, num_tokens: int = 1) -> Iterator[None]:
-        """Times a round, which verifies `num_guesses` per row, or samples `num_tokens`."""
+        """Context to time a round, which verifies `num_guesses` per row or samples `num_tokens`."""
 
         def take(seconds: float) -> None:
             self.stats.seconds += seconds
@@ -49,7 +49,7 @@ class Stage:
         """Captures, before the first step, the CUDA graphs that this stage needs in these plans."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Brings the stage up to date with committed `sequences`, before a step that uses it."""
+        """Before a step: caches, and counts for penalties, take the new tokens of active rows."""
 
     def crop(self, lengths: list[int]) -> None:
         """Drops state after the first `lengths[b]` tokens of each row b: the rest was rejected."""
@@ -67,11 +67,11 @@ class Level(Stage):
 
     def __init__(self, name: str, meter: Meter, runner: ModelRunner, source: RandomSource) -> None:
         super().__init__(name, meter)
-        self.runner = runner
+        self.runner = runner  # the draft model's is a `DraftRunner`
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
+        """Proposes `gamma` or more tokens after active rows' sequences, own or verified."""
         if not self.below:
             return self._draft(sequences, active)
         probs: list[list[Tensor]] = [[] for _ in sequences]
@@ -100,7 +100,7 @@ class Level(Stage):
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses `gamma` tokens of every active row by its own model, as no stage is below."""
+        """Guesses `gamma` tokens after each active row's sequence by this level's own model."""
         self.stats.num_rounds += self.gamma * sum(active)
         with self.timed_round(num_tokens=self.gamma):
             guesses = self.runner.draft(sequences, active, self.gamma, self.source)
@@ -109,7 +109,8 @@ class Level(Stage):
         return Proposal(counts, *guesses, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """One round: the stage below guesses for `guessing` rows; `active` rows are verified."""
+        """One round: the stage below guesses if `guessing[b]`, this level verifies if `active[b]`.
+        Appends what each row emits to its sequence, and returns it."""
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):
             proposal = self.below.propose(sequences, guessing)
@@ -127,8 +128,8 @@ class Level(Stage):
         return emitted
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a proposal in one pass of the model; appends emitted tokens to the active rows.
-        Each gets at least one token, or none if p or q is not finite."""
+        """Verifies a proposal in one pass of the model; appends what active rows emit to their
+        sequences, and returns it: at least one token, or none if p or q is not finite."""
         output = self.runner.next_probs(sequences, active, proposal, self.source)
         outcome = output.emitted_rows
         if outcome is None:
@@ -144,7 +145,7 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Appends emitted tokens to the texts; drops rejected guesses from caches, also below."""
+        """Appends emitted tokens to the texts; drops rejected guesses here and in stages below."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens

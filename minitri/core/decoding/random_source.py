@@ -30,7 +30,7 @@ class RandomSource:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.run_rule = rule  # or a compiled one, or its captured graphs
+        self.run_rule = rule  # `Stack` may set one of `Execution.rules`, or its captured graphs
         self._by_row = dict[int, Any]()  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
@@ -42,19 +42,20 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Uniforms (float64) or keys of noise (int64), (B, N + 1): for N tests and the next token.
+        """Numbers (B, N + 1) for N tests and a token: uniforms (float64), or Gumbel keys (int64).
         Row b has `counts[b]` guesses, from position `starts[b]` on; inactive rows draw none."""
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """Samples the token (B,) at position `starts[b]` of each row's text, with no host sync."""
+        """Samples a token (B,) of each active row, at position `starts[b]`; without a host sync."""
         numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
         return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """Verifies a proposal by the verifier's distributions p; returns rows' emitted tokens."""
+        """Verifies active row b's guesses, from position `starts[b]` on, by the verifier's p
+        (B, N + 1, V); returns the tokens that each row emits."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self.run_rule, proposal, probs_BNV, numbers_BN)
 
@@ -66,7 +67,7 @@ def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
 
 
 class IndependentSource(RandomSource):
-    """Draws fresh uniforms, by one generator per row; `kind`: verification by block or token."""
+    """Draws fresh uniforms, by one generator per row; `kind` of verification: block or token."""
 
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
         super().__init__(verify_block if kind == "block" else verify)

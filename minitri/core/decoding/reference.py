@@ -25,8 +25,9 @@ def triforce(
     uniform: Callable[[], float],
 ) -> list[int]:
     """Generates at least `num_tokens` tokens after the prompt, by the target's distribution.
-    `uniform` draws independent numbers from [0, 1). Whether another round runs depends on the
-    number of guesses alone, and no emitted token is discarded: so the distribution is exact."""
+    Each model maps a text to the next token's probabilities. `draft` guesses `gamma1` tokens a
+    round, until `retrieval` has `gamma2` for the target. `uniform` draws from [0, 1). Whether
+    another round runs depends on counts alone, and no token is discarded: so it is exact."""
     text = [*prompt, sample_one(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
         block = list[int]()

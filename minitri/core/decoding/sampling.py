@@ -48,7 +48,7 @@ def probs_of_rows(
     sampling: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """Distributions (B, N, V) by the settings of each row; `probs` replaces `probs_from_logits`."""
+    """Distributions (B, N, V) by each row's settings; `probs` replaces `probs_from_logits`."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if all(row == sampling[0] for row in sampling):
@@ -57,7 +57,7 @@ def probs_of_rows(
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """One-hot distributions of the likeliest tokens; the lowest id wins a tie."""
+    """One-hot distributions (N, V) of the likeliest tokens by logits; the lowest id wins a tie."""
     best_N1, tokens_N1 = logits_NV.max(-1, keepdim=True)
     ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
     return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
@@ -70,7 +70,8 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """Distributions (N, V) by temperature > 0, top-p, log min-p; `sort_all` spares a host sync."""
+    """Distributions (N, V) of logits by `numbers`: temperature > 0, top-p and log min-p.
+    `sampling` says top-k and which filters act; `sort_all` sorts whole rows: no host sync."""
     top_k, has_top_p, has_min_p = sampling.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
@@ -95,7 +96,7 @@ def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -
         best = scores_NV.sort(descending=True).values if is_all else scores_NV.topk(size).values
         probs = (best - log_totals_N1).exp()
         before = running_sums(probs) - probs  # mass of the likelier tokens
-        is_kept = (before < top_p) | (top_p >= 1)  # rounding apart, all are
+        is_kept = (before < top_p) | (top_p >= 1)  # at top_p 1 all are, but for rounding
         num_kept_N1 = is_kept.sum(-1, keepdim=True).clamp_min(1)
         if is_all or (num_kept_N1 < size).all():
             break
@@ -112,12 +113,12 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def running_sums(numbers: Tensor) -> Tensor:
-    """Cumulative sums of the last dimension, float64; on a GPU by parts, to use all of it."""
+    """Cumulative sums of the last dimension, float64; on a GPU in parts, to use all its cores."""
     return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
 
 
 def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
-    """Cumulative sums of the last dimension, float64: in parts of `part`, plus all parts before."""
+    """Cumulative sums of the last dimension, float64, computed in parts of `part` numbers."""
     V = numbers.shape[-1]
     parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
     sums = parts.cumsum(-1, dtype=torch.float64)
@@ -132,7 +133,8 @@ def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Log-probability of `tokens[n]` by row n of logits, with those of the `num_top` likeliest."""
+    """For each n: the log-probability of `tokens[n]` by row n of logits, and a tuple of
+    (token id, log-probability) of the `num_top` likeliest."""
     scores_NV = logits_NV.log_softmax(-1)
     scores = scores_NV[range(len(tokens)), tokens].tolist()
     best_NM, ids_NM = scores_NV.topk(min(num_top, scores_NV.shape[1]))
@@ -146,7 +148,7 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """log p + g with Gumbel noise g of all tokens, (..., V) float64; -inf where p is 0."""
+    """log p + Gumbel noise of int64 keys (...) for all tokens, (..., V) float64; -inf if p is 0."""
     if probs.is_cuda:  # where `nonzero` would make the host wait
         return dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
@@ -156,23 +158,23 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """log p + Gumbel noise, (..., V) float64, computed for the whole vocabulary: no host sync."""
+    """log p + Gumbel noise of int64 keys (...) for all tokens, (..., V) float64; no host sync."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
 
 def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Gumbel noise, float64, for each int64 key and number; same pairs give the same noise."""
+    """Gumbel noise, float64, a function of each int64 key and number, such as a token id."""
     return -(-hashed_uniforms(keys, numbers).log()).log()
 
 
 def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
-    """One float64 in (0, 1) for each (key, number): the output of SplitMix64, 52 bits of it."""
+    """A float64 in (0, 1) for each int64 key and number, by 52 bits of SplitMix64's output."""
     return (_shift_right(splitmix(keys + numbers * _STEP), 12).double() + 0.5) * 2.0**-52
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """Keys, int64, of the noise at positions; hash(seed + position) would repeat at seed + 1."""
+    """Keys of Gumbel noise at positions, int64; hash(seed + position) would repeat at seed + 1."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 

@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
 
 class TextFilters:
-    """The text filters of one row, with counts of its committed tokens."""
+    """Bias, penalties, grammar and forbidden tokens of one row, with counts of its tokens."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TextFilters:
         matcher: Matcher | None = None,
     ) -> None:
         """Makes the filters of `params` for the text after a prompt. They also forbid `bad_words`
-        (token ids), and `end_tokens` in the first `params.min_tokens` of the output."""
+        (ids), what `matcher` forbids, and `end_tokens` in the first `params.min_tokens` tokens."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -137,7 +137,8 @@ class TextFilters:
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """A copy of logits after filters; `paths[b][n]`: tokens before n that row b's did not count."""
+    """A copy of logits after each row's filters. `paths[b][n]` are the tokens before place n of
+    row b that its filters have not counted, see `paths_of`."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
         if row_filters and row:
@@ -152,8 +153,9 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and output n of its block, tokens before it that its filters did not count:
-    new ones of its sequence, then `block[:n]`, in a tree at `above[n]`; [] without filters."""
+    """For each row and place n of its block of guesses the tokens before it that its filters have
+    not counted: new ones of its sequence, then `block[:n]`, in a tree its guesses at `above[n]`.
+    [] for rows that have no filters or are not active."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

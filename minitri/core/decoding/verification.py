@@ -62,7 +62,7 @@ class Proposal:
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def padded(self, numbers_BN: Tensor, N: int, V: int) -> tuple[Tensor, "Guesses"]:
-        """Random numbers and guesses, padded for a pass with N guesses per row and V tokens."""
+        """Random numbers `numbers_BN` and the guesses, padded to N per row and V tokens."""
         tokens_BN = self.tokens_BN
         q_BNV = self.probs_BNV
         pad = N - tokens_BN.shape[1]
@@ -73,8 +73,8 @@ class Proposal:
         return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
 
     def emitted(self, verdict_BX: Tensor) -> Rows:
-        """A packed `Verdict` as lists: each row's accepted guesses and one token; the host waits.
-        A row whose p or q is not finite gets no token."""
+        """Lists of a verdict by `Verdict.packed`: each row's accepted guesses and next token.
+        A row whose p or q is not finite gets none. The host waits for the device."""
         return [
             [*tokens[:n], last] if is_finite and b not in self.failed else []
             for b, (n, last, is_finite, *tokens) in enumerate(verdict_BX.tolist())
@@ -159,8 +159,8 @@ without a host sync."""
 
 
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
-    """Applies a rule to a proposal; returns each row's accepted guesses and one more token.
-    A row whose p or q is not finite gets none."""
+    """Applies a rule, with the verifier's p (B, N + 1, V) and random numbers, to a proposal.
+    Returns each row's accepted guesses and one more token, or none if p or q is not finite."""
     inputs = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
     inputs = tree_map(lambda it: it.to(p_BNV.device, non_blocking=True), inputs)
     return proposal.emitted(rule(p_BNV, *inputs).packed(inputs[1]))
@@ -169,9 +169,8 @@ def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) ->
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
     """Token verification: tests guesses one by one (Leviathan et al. 2023, algorithm 1).
     x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
-    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point; the bonus token,
-    if all n guesses are accepted, from p_{n+1}. `uniforms_BN` are independent numbers in [0, 1):
-    u_i for test i, and the last for the recovered or bonus token."""
+    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point; the bonus token
+    from p_{n+1}. `uniforms_BN`, in [0, 1), are u_i of each test i, and one for the next token."""
     p_BN = guesses.token_probs_BN(p_BNV)
     q_BN = guesses.token_probs_BN(guesses.q_BNV)
     num_accepted_B = guesses.num_passed_B(uniforms_BN[:, :-1] * q_BN < p_BN)
@@ -183,7 +182,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) accepts x_1 .. x_i for the largest i with
     u_i < h_i = S_i / (S_i + 1 - w_i), h_n = w_n. w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1) is the
     probability to keep x_1 .. x_i, S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
-    recovered token comes. They prove it exact."""
+    recovered token comes. They prove it exact. `uniforms_BN` are as in `verify`."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:  # as for the first token of a text: no row has a guess
@@ -219,7 +218,7 @@ def _sample_next(
     num_accepted_B: Tensor,
     scale_B1: Tensor | float = 1.0,
 ) -> Verdict:
-    """Samples the token after accepted guesses: recovered (max(scale p - q, 0)), or bonus (p)."""
+    """The verdict, with each row's next token: recovered (max(scale p - q, 0)), or bonus (p)."""
     residual_BV = p_BNV[:, 0]
     if last := guesses.tokens_BN.shape[1]:
         rows = torch.arange(len(p_BNV), device=p_BNV.device)

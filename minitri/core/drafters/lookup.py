@@ -45,7 +45,7 @@ class GrowingText:
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: Tokens, gamma: int) -> Tokens:
-        """Guesses up to `gamma` tokens after `sequence`: committed text, then earlier guesses."""
+        """Guesses up to `gamma` tokens after `sequence`, the committed text with guesses so far."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
         if guess:

@@ -71,7 +71,7 @@ class PluggedDrafter(Stage):
         return Proposal.of(guesses, torch.stack(probs, 1), self.name)
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
-        """The user's guess after `tokens`, as log-probabilities (V,); None: no guess."""
+        """The user's guess in row b after `tokens`, as log-probabilities (V,); None: no guess."""
         name = type(self._drafter).__name__
         with explain(f"the drafter {name} gave no valid guess", "correct it"):
             answer = self._drafter.guess(tokens, self._first + b)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 Attend = Callable[..., Tensor]
 """Attention, called as `attend_math` is: softmax with scale 1 / sqrt(D), (B, T, H, D) in the
-queries' dtype. The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the
-block; other slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, for short
-blocks on a GPU."""
+queries' dtype. Slots after a row's block, even NaN, change nothing. `lengths_B`: prefix lengths on
+the device, for short blocks on a GPU."""
 
 
 def attend_math(
@@ -31,7 +30,8 @@ def attend_math(
     mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """Reference attention in plain PyTorch: float32, or float64 for float64 tensors."""
+    """Reference attention, (B, T, H, D), in float32 or better. Row b's queries see its first
+    `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
     T, H, D = q_BTHD.shape[1:]
@@ -53,13 +53,13 @@ def row_by_row(
     lengths: list[int],
     mask_TT: Tensor | None,
 ) -> Tensor:
-    """Attention of rows with different prefix lengths, by one call of `attend` per row."""
+    """Attention (B, T, H, D) of rows with prefixes of different `lengths`: an `attend` for each."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
     return torch.cat([attend(q, k, v, [length], mask_TT) for q, k, v, length in rows])
 
 
 def block_mask(T: int, mask_TT: Tensor | None, device: torch.device) -> Tensor:
-    """Boolean (T, T): which token of a block sees which; causal if `mask_TT` is None."""
+    """Boolean (T, T), True where a new token (row) sees another: `mask_TT`, or if None causal."""
     if mask_TT is not None:
         return mask_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
@@ -71,8 +71,8 @@ class Window:
     def __init__(
         self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
-        """Windows of `size` tokens up to each query; at most `reach` tokens precede the block.
-        `slots_BN`: slots (of `num_slots`) of those tokens and, at its end, of the block's own."""
+        """A query sees `size` tokens up to itself; at most `reach` tokens precede the T new ones.
+        `slots_BN`: slots, modulo `num_slots`, of all tokens that are seen, the T new ones last."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text
@@ -85,7 +85,7 @@ class Window:
     def attend(
         self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
     ) -> Tensor:
-        """Attention of each query to its sliding window; the lengths and mask given are ignored."""
+        """Attention (B, T, H, D) of queries to their windows; lengths and mask are not used."""
         T, H = q_BTHD.shape[1:3]
         K = keys_BKSD.shape[1]
 

@@ -18,20 +18,21 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Reads a token list per row by `Llama.forward`; returns final hidden states (B, T, E)."""
+    """Runs the model on a token list per row after those in `cache`: hidden states (B, T, E).
+    `queries_LBTHD` gets rotated queries; with `is_prompt` bits do not depend on block lengths."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
-    """The block of one token list per row, padded, sent to the device in one transfer."""
+    """A `Block` on the model's device: one token list per row, padded, after those in `cache`."""
     packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
 
 def unpack_block(packed_4BT: Tensor) -> Block:
-    """The `Block` in a tensor of `pack_block` that is now on the model's device.
-    Short blocks on a GPU take their slots from it, as a CUDA graph may hold the pass."""
+    """Unpacks a tensor of `pack_block` on the model's device into token ids, positions and slots.
+    Slots are left out on a CPU and in long blocks, which no captured CUDA graph reads."""
     tokens_BT, positions_BT, slots_BT, _ = packed_4BT
     has_slots = packed_4BT.is_cuda and packed_4BT.shape[2] <= LONGEST_BLOCK
     return Block(tokens_BT, positions_BT, slots_BT if has_slots else None)
@@ -40,8 +41,8 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths: list[int] | None = None
 ) -> Tensor:
-    """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer.
-    It has token ids, positions, slots, and the places of outputs, from each row's last token on.
+    """Packs a token list per row, padded to T = `size`, into one tensor (4, B, T) on the host:
+    token ids, positions, cache slots, and, for outputs, indices from each row's last token on.
     Token i has position `depths[i]` after the cached ones; by default i, as in a chain."""
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     last = model.config.vocab_size - 1
@@ -54,7 +55,7 @@ def pack_block(
 
 
 def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
-    """Buffer (L, B, T, H, D) for the rotated queries of all layers, see `Llama.forward`."""
+    """Uninitialised buffer (L, B, T, H, D) for rotated queries, T being `num_tokens` per row."""
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)

@@ -19,18 +19,18 @@ KV = tuple[Tensor, Tensor]  # keys and values
 
 
 def plain_slots(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KV:
-    """Empty keys and values of this shape as tensors."""
+    """Allocates uninitialised keys and values: two tensors of this `shape`, (..., S, D)."""
     keys = torch.empty(shape, dtype=dtype, device=device)
     return keys, torch.empty_like(keys)
 
 
 class BlockKV(NamedTuple):
-    """K and V of a block in one layer."""
+    """K and V of a block, the T new tokens of each row, in one layer."""
 
     raw_keys_BTKD: Tensor  # before the rotary embedding
     keys_BTKD: Tensor  # rotated by the positions of the block's tokens
     values_BTKD: Tensor  # V of the block
-    slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
+    slots_BT: Tensor | None = None  # where K and V go; None: right after each row's prefix
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Cache:
 
     @property
     def lengths(self) -> list[int]:
-        """Valid slots per row: the prefix that a block attends to."""
+        """Number of valid slots of each row, its first ones: the prefix that new tokens see."""
         return [row.num_slots for row in self._filled]
 
     @property
@@ -79,7 +79,7 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> KV:
-        """Writes a layer's block after each row's prefix; returns all K and V (B, K, S, D)."""
+        """Writes K and V after each row's prefix; returns the layer's keys, values (B, K, S, D)."""
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:
@@ -89,7 +89,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def take_committed(self, active: Sequence[bool]) -> None:
-        """Called before a step: a retrieval cache copies new committed K and V of active rows."""
+        """Before a step: a retrieval cache copies K and V of accepted tokens from the full one."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""
@@ -97,7 +97,6 @@ class Cache:
             self.crop_row(b, most)
 
     def crop_row(self, b: int, num_tokens: int) -> None:
-        """Cuts row b to at most the first `num_tokens` tokens of its text."""
         row = self._filled[b]
         num_kept = min(row.num_slots, num_tokens - row.num_left_out)
         self.hold(b, num_kept, num_kept + row.num_left_out)
@@ -117,12 +116,12 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves K and V at `path` in row b's block, a tree, to right after its first token."""
+        """Moves K and V of tree nodes `path`, indices in row b's block, to right after node 0."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
-        """Declares row b's first `num_slots` valid, for the first `num_tokens` of its text."""
+        """Declares row b's first `num_slots` slots valid, and `num_tokens` tokens read in all."""
         assert 0 <= num_slots <= self.capacity
         row = self._filled[b]
         row.num_slots = num_slots
@@ -130,14 +129,14 @@ class Cache:
 
 
 def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:
-    """Moves K or V of a tree's `path` to right after the first token of a block at slot `start`."""
+    """Moves K or V of row b's tree nodes: slots start + `path[i]` to slots start + 1 + i."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     row_LKSD = slots_LBKSD[:, b]
     row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]
 
 
 def write_block(keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]) -> KV:
-    """Writes a block's K and V into one layer; returns all keys and values of the layer."""
+    """Writes K, V at `block.slots_BT`, else from slot `starts[b]` on; returns keys and values."""
     write_after(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
     write_after(values_BKSD, block.values_BTKD, starts, block.slots_BT)
     return keys_BKSD, values_BKSD
@@ -146,7 +145,7 @@ def write_block(keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: 
 def write_after(
     layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None
 ) -> None:
-    """Writes keys or values of a block into one layer: to `slots_BT`, or from `starts[b]` on."""
+    """Writes a block's keys or values to a layer: at `slots_BT`, else from slot `starts[b]` on."""
     block_BKTD = block_BTKD.transpose(1, 2)
     if slots_BT is not None:
         layer_BKSD.scatter_(2, slots_BT[:, None, :, None].expand_as(block_BKTD), block_BKTD)

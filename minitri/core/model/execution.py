@@ -43,19 +43,19 @@ class Ranks:
         return value
 
     def check_same(self, what: str, value: object) -> None:
-        """Raises `InputError` on all ranks if they give different values of `what`."""
+        """Raises `InputError` on all ranks if their values differ; its text calls them `what`."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; `devices/` (on a CPU `use_kernels`) sets it at loading."""
+    """How a model is computed. `devices/` sets it (CPU: `use_kernels`); default: plain PyTorch."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a step
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for a chunk
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around a decoding step
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
-    rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # replace those of verification.py
-    draft_round: "Round | None" = None  # a draft model's round in one call
+    rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # faster equals of rules, by rule
+    draft_round: "Round | None" = None  # guesses N tokens in one call, see `Round`
     is_narrow: bool = False  # a CPU without AVX-512, see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # describes kernels, processor and threads, or the device

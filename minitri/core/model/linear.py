@@ -20,7 +20,7 @@ class Linear(nn.Module):
 
     @classmethod
     def empty(cls, E: int, N: int, *, dtype: torch.dtype, bias: bool = False) -> Self:
-        """A layer with uninitialised weights (N, E), to be filled from a checkpoint."""
+        """A layer with uninitialised W (N, E) and, if `bias`, b (N,), which a checkpoint fills."""
         shapes = [(N, E), (N,)][: 1 + bias]
         weights = (torch.empty(shape, dtype=dtype) for shape in shapes)
         return cls(*(nn.Parameter(weight, requires_grad=False) for weight in weights))
@@ -30,7 +30,7 @@ class Linear(nn.Module):
 
 
 class Table(Linear):
-    """An embedding table W (V, E)."""
+    """Embedding table W of shape (V, E)."""
 
     def rows(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)

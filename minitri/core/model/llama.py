@@ -32,11 +32,11 @@ class Block:
 
     tokens_BT: Tensor  # token ids
     positions_BT: Tensor  # in the text, for the rotary embedding
-    slots_BT: Tensor | None = None  # of the cache; None: `Cache.lengths` says where they begin
+    slots_BT: Tensor | None = None  # of the cache; None: right after each row's prefix
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
-        """First slot (B,) of each row's block: how many precede it. None without `slots_BT`."""
+        """First slot (B,) of each row's block, so the prefix's length. None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
 
@@ -99,16 +99,16 @@ class Llama(nn.Module):
         *,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Final hidden states (B, T, E) of a block, whose K and V are written into the cache.
-        Call `cache.advance` with the tokens to keep. For `mask_TT` see `attention.py`.
-        `queries_LBTHD` gets rotated queries of the block's last tokens. With `is_prompt`
-        short blocks are computed like long ones: K and V have the same bits in any chunks."""
+        """Final hidden states (B, T, E) of a block; writes its K and V after each row's prefix:
+        call `cache.advance` with the tokens to keep. `mask_TT` is True where a token sees another;
+        None: causal. `queries_LBTHD` gets rotated queries of the block's last tokens. `is_prompt`
+        computes short blocks like long ones: K and V have the same bits, however a text is cut."""
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, mask_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
 
     def windowed(self, shared: "Pass") -> "Pass":
-        """Adds to a pass what layers with a sliding window need, if there are any."""
+        """`shared` with `in_windows` set for layers with a sliding window, if the model has any."""
         if not (size := self.config.window):
             return shared
         block, reach = shared.block, shared.cache.capacity
@@ -136,7 +136,7 @@ class Llama(nn.Module):
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
-    """Token ids, spread over the vocabulary, whose embeddings identify a drafter's target."""
+    """Token ids (EMBEDDING_SAMPLE,), evenly spread, to tell a drafter's target by embeddings."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 
@@ -148,7 +148,7 @@ class Pass:
     rotary: Rotary  # cosines and sines of the block's positions
     cache: Cache  # in which each layer writes and reads K and V
     attend: Attend
-    mask_TT: Tensor | None  # which token sees which, see `attention.py`
+    mask_TT: Tensor | None  # True where a token (row) sees another; None: causal
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
     layers: list[int] | None = None  # numbers of the layers to compute; None: all
@@ -221,7 +221,7 @@ class Attention(nn.Module):
         if self.rotates:
             rotated = shared.rotary.rotate(rotated)
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
-        # Before `update`, in which a cache may already select chunks by these queries.
+        # Before `update`, in which an offloaded cache selects chunks by these queries.
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
@@ -232,7 +232,7 @@ class Attention(nn.Module):
 
 
 def make_norm(width: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:
-    """The model's kind of RMSNorm over `width` numbers."""
+    """RMSNorm over `width` numbers, unfilled: `WideNorm` if `config.wide_norms`, else PyTorch's."""
     kind, dtype = (WideNorm, torch.float32) if config.wide_norms else (RMSNorm, dtype)
     return kind(width, config.rms_norm_eps, dtype=dtype)
 
@@ -245,8 +245,8 @@ class WideNorm(RMSNorm):
 
 
 def norm_heads(norm: RMSNorm, x_BTXD: Tensor) -> Tensor:
-    """Normalizes each head by itself, or all heads of a token as one vector.
-    The latter if the norm has a weight for each of their numbers."""
+    """Normalizes x (B, T, heads, D): each head by itself if `norm` has D weights; if it has
+    heads * D, all heads of a token as one vector."""
     return norm(x_BTXD.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(x_BTXD.shape)
 
 
@@ -268,6 +268,6 @@ tanh_gelu = functools.partial(F.gelu, approximate="tanh")
 
 
 def gate(gate_up: Tensor, activation: Any = F.silu) -> Tensor:
-    """The activation of the first half of the last dimension, times the second half."""
+    """(..., 2 I) to (..., I): the activation of the first half, times the second half."""
     gates, ups = gate_up.chunk(2, dim=-1)
     return activation(gates) * ups

@@ -24,7 +24,7 @@ class Rotary:
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotates every head of the input; returns the same shape and dtype.
-        Dimension i pairs with i + D/2: swapped halves, signed sines give x cos + (-x2, x1) sin."""
+        Dimension i pairs with i + D/2: x cos + (-x2, x1) sin, x1 and x2 being the halves of x."""
         x = x_BTHD.float()
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)
@@ -40,7 +40,7 @@ class Rope:
         self.scale = F.pad(torch.full_like(frequencies, scale), still, value=1.0).to(device)
 
     def at(self, positions_BT: Tensor) -> Rotary:
-        """The rotation of a block at absolute positions (B, T), integers."""
+        """Cosines and sines (B, T, 1, D) of a block at integer positions (B, T) in the text."""
         angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
         cos = angles.cos() * self.scale
         sin = angles.sin() * self.scale
@@ -49,9 +49,8 @@ class Rope:
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies of at most D/2 pairs in radians per token, and a factor for cos and sin.
-    In float32. Sources: RoFormer (plain), kaiokendev's position interpolation (linear),
-    Meta's Llama 3.1 release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn),
-    "LongRoPE" section 3 (longrope)."""
+    In float32. Sources: RoFormer; kaiokendev's interpolation (linear); Meta's Llama 3.1 (llama3);
+    "YaRN: Efficient Context Window Extension", section 3; "LongRoPE", section 3."""
     head_dim = config.rotary_dim or head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
@@ -74,7 +73,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """Share (D/2,) of each frequency that YaRN keeps: 1, then a linear ramp, then 0."""
+    """Share (D/2,) of each frequency that YaRN does not interpolate: 1, then a ramp, then 0."""
     assert config.original_context
     turns = (config.beta_fast, config.beta_slow)  # in original_context, of the ramp's two ends
     logs = (math.log(config.original_context / (times * 2 * math.pi)) for times in turns)

@@ -37,7 +37,7 @@ class StagingBuffer:
 
 
 class OffloadedFullCache(FullCache):
-    """A `FullCache` of which all but the first layers are in host memory."""
+    """KV cache of all tokens; layers from `on_chip` on are in host memory, copied when needed."""
 
     is_hosted = True
 
@@ -66,7 +66,7 @@ class OffloadedFullCache(FullCache):
         self._subscribers = weakref.WeakSet[RetrievalCache]()
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Makes passes call `cache.select` with each layer while on the device; None stops that."""
+        """Has `update` pass each layer's K and V on the device to `cache.select`; None: no more."""
         # A cycle of strong references would keep both after the run.
         self._subscribers = weakref.WeakSet([cache] if cache else [])
 
@@ -86,7 +86,8 @@ class OffloadedFullCache(FullCache):
         return on_device
 
     def update_hosted(self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]) -> KV:
-        """Writes a block's K and V into `buffer` from `starts[b]` on; queues copies to the host."""
+        """Writes a block's K and V into `buffer`, of row b from slot `starts[b]` on; queues copies
+        to the host. Returns the buffer's keys and values (R, K, S, D) of the R rows in `starts`."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
@@ -112,7 +113,8 @@ class OffloadedFullCache(FullCache):
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
-        """Queues copies of each row b's tokens before `ends[b]` to a layer's buffer; returns it."""
+        """Queues copies of K and V of row b's first `ends[b]` tokens from the host to the staging
+        buffer of a layer, but for those that are there; returns the buffer."""
         hosted = layer - self.on_chip
         buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:

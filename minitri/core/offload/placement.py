@@ -1,5 +1,4 @@
 """Placement: the bytes that a run needs, and how many layers keep their KV cache on the device.
-
 Computed before anything is allocated; `python -m minitri plan` prints the numbers. The KV cache of
 the first `on_chip` of L layers is on the device, that of the others in host memory.
 """
@@ -26,9 +25,9 @@ class Demand:
 
     config: ModelConfig  # of the model, or of each GPU's share of it
     draft: ModelConfig | None  # of the draft model, if there is one
-    shape: MemoryShape
+    shape: MemoryShape  # lengths of the rows, and settings
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
-    weight_bytes: int = 0  # of the model's weights, if `itemsize` does not say it
+    weight_bytes: int = 0  # of the model's weights; 0: `itemsize` for each
     copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any
     captures: bool = True  # whether passes of decoding are captured as CUDA graphs
 
@@ -49,7 +48,7 @@ class Demand:
 
     @property
     def drafter(self) -> ModelConfig | None:
-        """The draft model, if any plan uses one."""
+        """Config of the draft model if any plan of a step uses it, else None."""
         return self.draft if "draft" in self.shape.stages else None
 
     @property
@@ -110,7 +109,7 @@ class Demand:
         return num_bytes
 
     def _activations(self, block: int, bytes_per_logit: int, num_read: int = 0) -> int:
-        """Estimated bytes of activations of `block` tokens per row, or of `num_read` if more."""
+        """Estimated bytes of a pass over `block` tokens per row, or over `num_read` if more."""
         config = self.config
         num_tokens = self.shape.num_rows * block
         heads = config.num_heads + 2 * config.num_kv_heads

@@ -1,5 +1,4 @@
 """Copies that overlap the computation: a CUDA stream, page-locked host memory, a clock of events.
-
 Host memory for K and V is reused, as to lock 60 GiB takes tens of seconds.
 """
 
@@ -26,7 +25,7 @@ class CopyStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Context in which work is queued on the copy stream, after all work queued before."""
+        """Context in which work is queued on the copy stream, after all of the current stream's."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
@@ -40,7 +39,7 @@ class CopyStream:
 
 
 class CudaClock(Clock):
-    """A clock of a GPU's work by CUDA events, which `settle` reads when the host waits anyway."""
+    """Clock of a GPU's work by CUDA events; `settle` waits for them, and reports the seconds."""
 
     def __init__(self) -> None:
         self._open = list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]]()
@@ -61,7 +60,7 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """A clock of the device's work: by CUDA events, or of the host."""
+    """A clock for work on this device: by CUDA events on a GPU, else of the host."""
     return CudaClock() if device.type == "cuda" else Clock()
 
 
@@ -73,7 +72,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class HostMemory:
-    """A block of host memory that offloaded caches borrow one after another."""
+    """Host memory for K and V, which is kept when one cache frees it, for the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,7 +83,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Lends uninitialised memory until `borrower` is freed: the last freed, if large enough."""
+        """Lends an uninitialised tensor until `borrower` is freed; reuses memory freed before."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
@@ -99,7 +98,7 @@ class HostMemory:
 
 @torch.inference_mode(False)  # the memory may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocates uninitialised bytes, for a GPU page-locked: copies overlap the computation."""
+    """Uninitialised bytes (num_bytes,) on the host; for a GPU page-locked: copies can overlap."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -13,16 +13,15 @@ KINDS = {"pointers": ctypes.c_void_p, "integers": ctypes.c_int64, "doubles": cty
 
 
 def layout(**names: str) -> list[tuple[str, Any]]:
-    """Entries for ctypes' `_fields_`: a keyword is a kind of `KINDS`, its text has fields' names.
-    The fields get the order in which they are given, that of the C++ struct."""
+    """Entries (name, type) for ctypes' `_fields_`, in the order of the C++ struct. A keyword is
+    pointers, integers or doubles; its text has names of such fields, separated by spaces."""
     return [(name, KINDS[kind]) for kind, text in names.items() for name in text.split()]
 
 
 class Struct(ctypes.Structure):
-    """Base class of all argument structs; a field set to a tensor gets the tensor's address."""
+    """Base class of argument structs: of tensors the address is set; unknown names raise errors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Raises `AttributeError` if no field has this name."""
         getattr(self, name)
         if not isinstance(value, int):
             super().__setattr__(f"_{name}", value)  # keeps tensors alive, also those of a struct
@@ -32,7 +31,7 @@ class Struct(ctypes.Structure):
 
 
 class AttentionArguments(Struct):
-    """Arguments of the C++ kernel for attention of a block to a cached prefix and itself."""
+    """Arguments of the C++ attention kernel: kv_batch, kv_head, kv_slot are strides of K and V."""
 
     _fields_ = layout(
         pointers="q keys values out lengths mask",
@@ -41,7 +40,8 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for a linear layer over few or many rows, and for RMSNorm."""
+    """Arguments of the C++ kernels for RMSNorm and for linear layers: x (R, E), out (R, N).
+    With a norm x passes through it first; is_gated: SwiGLU, is_wide: out is float32."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
@@ -51,19 +51,19 @@ class LinearArguments(Struct):
 
 
 class ConvertArguments(Struct):
-    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack a GGUF file's."""
+    """Arguments of the C++ kernels that dequantize N rows of a matrix, or repack a GGUF file's."""
 
     _fields_ = layout(pointers="weights rows out", integers="N E row_bytes")
 
 
 class RotateArguments(Struct):
-    """Arguments of the C++ kernel for RoPE of the first heads of each token."""
+    """Arguments of the C++ kernel for RoPE of the first H of `total` heads of R tokens."""
 
     _fields_ = layout(pointers="x cos sin out", integers="R total H D")
 
 
 class FilterArguments(Struct):
-    """Arguments of the C++ kernel for temperature, top-k, top-p and min-p."""
+    """Arguments of the C++ kernel for temperature, top-k, top-p and min-p of logits (N, V)."""
 
     _fields_ = layout(
         pointers="logits probs", integers="N V top_k", doubles="temperature top_p log_min_p"
@@ -71,13 +71,13 @@ class FilterArguments(Struct):
 
 
 class VerifyArguments(Struct):
-    """Arguments of the C++ kernel for the rules `verify` and `verify_block`, which test guesses."""
+    """Arguments of the C++ kernel that tests guesses (B, N) by `verify` or `verify_block`."""
 
     _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
 
 
 class Matrix(Struct):
-    """Addresses of a linear layer's weights and bias, for the C++ kernels."""
+    """Addresses of a linear layer's weights (N, E) and bias for the C++ kernels, and its `Form`."""
 
     _fields_ = layout(pointers="weights bias", integers="N E form")
 
@@ -95,7 +95,8 @@ class LayerWeights(Struct):
 
 
 class PassArguments(AttentionArguments):
-    """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
+    """Arguments of the C++ kernel for a pass of all L layers over a short block x, in place.
+    kv_layer and queries_layer are strides; queries gets rotated ones of the last W tokens."""
 
     _fields_ = layout(
         pointers="layers x cos sin raw_keys queries",
@@ -105,7 +106,8 @@ class PassArguments(AttentionArguments):
 
 
 class RoundArguments(Struct):
-    """Arguments of the C++ kernel for a draft model's round: a pass over a block, and N guesses."""
+    """Arguments of the C++ kernel that reads `num_read` tokens of each row of `block` by the pass
+    `first`, and samples N `tokens` by `filters` and `uniforms` from `probs` (B, N, width)."""
 
     _fields_ = [
         ("first", PassArguments),

@@ -148,7 +148,7 @@ void update_softmax(float* scores, float scale, const Part& part, int64_t r, int
     store(part.totals + r * LANES, total);
 }
 
-// Rows that are multiplied together; the last ones of a matrix unit's may be no rows.
+// Rows that are multiplied together; a matrix unit's last ones may be padding.
 template <class Op> int rows_together(int64_t R) {
     return int(part_of(R, std::max(MatrixUnit<Op>::ROWS, TILE_ROWS)));
 }

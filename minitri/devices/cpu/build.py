@@ -35,7 +35,7 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the library of SOURCE; compiles it if there is none. Raises `OSError`, `InputError`."""
+    """Loads the compiled CPU kernels, or builds them first. Raises `OSError`, `InputError`."""
     for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))
@@ -55,7 +55,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def has_kernels() -> bool:
-    """Whether there are CPU kernels, or a compiler that could build them."""
+    """Whether compiled CPU kernels are found, or a compiler that could build them."""
     with suppress(OSError):
         return any(candidates()) or bool(_compiler())
     return False
@@ -70,7 +70,7 @@ def let_threads_sleep() -> None:
 
 
 def candidates() -> Iterator[Path]:
-    """Paths of libraries that this processor can run, best first: a wheel's, then the built one."""
+    """Paths of kernel libraries for this processor, best first: a wheel's, then one built here."""
     wanted = os.environ.get("MINITRI_KERNELS", "")
     if CPUINFO.exists() and not os.environ.get("CXX"):
         found = {file.name.split("-")[1]: file for file in SOURCE.parent.glob(wheel_name())}
@@ -83,7 +83,8 @@ def candidates() -> Iterator[Path]:
 
 
 def wheel_name(level: str = "*", compiler: str = "*") -> str:
-    """File name of a wheel's library; `level` is of LEVELS. By default a pattern of all names."""
+    """File name of a wheel's library: `level` is a key of LEVELS, `compiler` a name with a version.
+    By default a pattern that matches all such names."""
     return f"{SOURCE.stem}-{level}-{_digest()}-{compiler}.so"
 
 
@@ -115,7 +116,7 @@ def _digest(*others: str) -> str:
 
 
 def architecture() -> str:
-    """A compiler's name of the instruction set to use, by MINITRI_KERNELS. Raises `InputError`."""
+    """A compiler's name of the instruction set that $MINITRI_KERNELS wants. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
         got = f"MINITRI_KERNELS is {shorten(name, 20)}"

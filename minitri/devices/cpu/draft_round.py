@@ -1,7 +1,6 @@
 """Drafts several tokens with a draft model in one call of the compiled CPU kernels.
 
 A round samples N tokens of each row in turn, with the bits that a pass for each would give.
-
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
 
@@ -21,7 +20,7 @@ from minitri.devices.cpu.kernels import filters_of, require
 
 
 class DraftRound:
-    """A draft model on compiled kernels that guesses whole rounds: see `model.execution.Round`."""
+    """A draft model on compiled kernels, which guesses several tokens per row in one call."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
         """Drafts with `model`; `lender`, the target or `model` itself, has its embedding table."""
@@ -33,8 +32,8 @@ class DraftRound:
         self._weights = RoundArguments(norm=model.norm.weight)
         head = model.lm_head
         if isinstance(head, TrimmedHead):
-            ids_N = head.token_ids
-            self._weights.ids = torch.stack((ids_N, ids_N.sort().values))
+            ids = head.token_ids  # by output
+            self._weights.ids = torch.stack((ids, ids.sort().values))
             head = head.linear
         table = lender.lm_head if isinstance(lender.lm_head, TiedHead) else lender.embed_tokens
         self._weights.fill(head=matrix_of(head), table=matrix_of(table))
@@ -47,7 +46,8 @@ class DraftRound:
         sampling: Sequence[SamplingParams],
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """Reads each row's tokens, `blocks`; returns N guesses (B, N) and q (B, N, vocab_size)."""
+        """Reads each row's new tokens, `blocks`, and samples N more (B, N) by uniforms in [0, 1).
+        Returns these, and the distributions (B, N, vocab_size) that they were sampled from."""
         B, N = uniforms_BN.shape
         num_read = [*map(len, blocks)]
         T = max(num_read)

@@ -2,7 +2,6 @@
 
 A short pass is one kernel call for all layers. A block that is part of a prompt, is longer than
 LONGEST_BLOCK or has K and V in host memory goes layer by layer. Weights may have 4 to 8 bits.
-
 Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
 H query heads, K KV heads, D head dim.
 """
@@ -41,7 +40,7 @@ Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # formats of matrices, by n
 
 
 class KernelLinear(Linear):
-    """Linear layer y = x W^T + b; `forward` is for long blocks, as a short pass is one call."""
+    """Linear layer y = x W^T + b on the compiled CPU kernels, with plain or quantized W."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Makes a layer with bias and weights of `like`, or with weights `packed_NX` in `form`."""
+        """With the bias of `like`, and its weights, or quantized ones: `packed_NX` in `form`."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
@@ -100,7 +99,7 @@ class KernelParts(nn.ModuleDict):
 
 
 class KernelHead(KernelLinear):
-    """LM head that a compiled kernel computes for short blocks."""
+    """LM head with float32 logits: of short blocks by the kernel for few rows, else as a layer."""
 
     is_wide = True  # logits are float32
 
@@ -159,7 +158,7 @@ class KernelLayers(Layers):
     def arguments(
         self, x_BTE: Tensor, cache: Cache, mask_TT: Tensor | None = None
     ) -> PassArguments:
-        """Arguments, but for RoPE's, of a pass that writes its output over its input, `x_BTE`."""
+        """Kernel arguments, but for cos and sin, of a pass of all layers that overwrites x."""
         L, _, K, _, _ = cache.keys.shape
         E = x_BTE.shape[2]
         first = self[0]
@@ -243,10 +242,10 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 
 
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
-    """Replaces linear layers by empty quantized ones for the quantized matrices `stored` in a file.
-    Returns uint8 views to fill, by the file's names. `places` has the views of plain weights that
-    these names would fill. If q, k and v differ in format, the fused layer becomes three; another
-    fused layer stays plain unless its parts have one format, or are one matrix in the file."""
+    """Replaces linear layers by empty quantized ones, for a file's matrices in `stored`: (name,
+    shape) to `Form`. Returns uint8 tensors to fill, by name; `places` has, by name, the plain
+    weights of these layers. If q, k and v differ in format, the fused layer becomes three;
+    another stays plain unless its parts have one format, or are one matrix in the file."""
     names_at: dict[int, list[str]] = {}  # by memory: a fused layer's parts have other names than it
     for name, place in places.items():
         names_at.setdefault(place.untyped_storage().data_ptr(), []).append(name)
@@ -289,14 +288,13 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
 
 def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
-
     The LM head has 8 bits: so 99 % of the copy's likeliest tokens are SmolLM2's, with 4 bits 79 %.
-    Layers of at most 6 bits stay: a copy would share no memory, and save a third of its bytes.
-    """
+    Layers of at most 6 bits stay: 4 bits would save at most a third, and share no memory."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gate, up: whole each
+        # The gate and the up part of a fused matrix are whole panels each.
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits, layer.kernels.repack)
@@ -304,6 +302,6 @@ def quantized_copy(model: Llama) -> Llama:
 
     factories: Factories = {
         **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
-        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),
+        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),  # with its addresses
     }
     return copy_with(model, factories)

@@ -7,9 +7,10 @@
 // slots add exact zeros.
 //
 // `build.py` compiles this file, `kernels.py` calls it, and `abi.py` has the structs of arguments.
+// Vectors and numbers: numbers.h; Pool: threads.h; Scratch: attention.h; formats: quantized.h.
 //
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
-// row, R rows of a matrix, N outputs of a linear layer, E its inputs.
+// row, R rows of a matrix, N outputs of a linear layer, E its inputs; Op: see widened.h.
 
 #include <string_view>
 #include <system_error>
@@ -61,7 +62,7 @@ template <class T> void rotate(const RotateArguments& a) {
 // Weights (N, E) and bias (N) of a linear layer.
 struct Matrix {
     const void *weights, *bias;
-    int64_t N, E, form;  // see `linear_of`
+    int64_t N, E, form;  // see `Form` in quantized.py
 };
 
 struct LayerWeights {
@@ -158,10 +159,10 @@ struct RoundArguments {
     const float *cos, *sin;           // (S, D), of all slots
     const void* norm;                 // (E)
     Matrix table, head;               // embeddings; LM head
-    const int64_t* ids;  // (2, N): tokens of a partial head's outputs, and sorted; or null
-    const FilterArguments* filters;  // (B), without pointers
-    const double* uniforms;          // (B, N)
-    int64_t* tokens;                 // (B, N)
+    const int64_t* ids;               // (2, head.N): tokens of a partial head, and sorted; or null
+    const FilterArguments* filters;   // (B), without pointers
+    const double* uniforms;           // (B, N)
+    int64_t* tokens;                  // (B, N)
     float* probs;  // (B, N, width): tokens from the filters' V on have probability 0
     int64_t N, width;
 };

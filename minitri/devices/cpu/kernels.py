@@ -2,7 +2,6 @@
 
 All kernels of a pass are row-invariant: a row's bits depend neither on other rows nor on threads.
 Decoding and reading of prompts wait for each other, as both set PyTorch's number of threads.
-
 Legend: B rows, T tokens, S slots, K/H heads, D dim, R rows, E inputs, N outputs, V vocab, X bytes.
 """
 
@@ -54,7 +53,7 @@ class Kernels:
 
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels, not PyTorch, multiply many rows of a dtype with weights of this `Form`.
-        PyTorch does in bfloat16 on processors that multiply it: plain weights, or all with AMX."""
+        False in bfloat16 if the CPU multiplies that, and weights are plain or the CPU has AMX."""
         return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
@@ -65,7 +64,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def threads(self, count: int | None = None) -> Iterator[None]:
-        """Context, for one thread at a time, in which PyTorch uses `count` threads, all by default.
+        """Context, held by one caller at a time, in which PyTorch uses `count` threads, or all.
         Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
         with self._one_at_a_time:
             torch.set_num_threads(count or self.num_threads)
@@ -85,7 +84,9 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention by a kernel, row-invariant; `is_short`: keys in pieces, other bits."""
+        """Attention (B, T, H, D) of row b's queries to its first `prefix_lengths[b]` slots and, of
+        the T after them, those in `mask_TT` (None: causal). A row's bits do not depend on other
+        rows, but on `is_short`, with which slots are summed in pieces, as for short blocks."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape
@@ -104,8 +105,8 @@ class Kernels:
         lengths: list[int],
         mask_TT: Tensor | None = None,
     ) -> None:
-        """Sets fields of a kernel's arguments about a cache and the block x (B, T, ...).
-        `slots`: keys, values, perhaps raw keys; `lengths`: each row's cached tokens before x."""
+        """Sets fields of a kernel's arguments about a cache and the T new tokens' x (B, T, ...).
+        `slots`: keys, values, perhaps keys before RoPE; `lengths`: cached tokens of each row."""
         keys = slots[0]
         B, T = x.shape[:2]
         *_, num_rows, K, S, D = keys.shape
@@ -125,7 +126,7 @@ class Kernels:
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
-        """Empty keys and values (..., S, D): `Tiles` if BLOCK divides S and COLUMNS divides D."""
+        """Empty keys, values (..., S, D): `Tiles` if 64 divides S and 32 D, else plain tensors."""
         *_, S, D = shape
         if D % COLUMNS == S % BLOCK == 0:
             return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
@@ -140,7 +141,7 @@ class Kernels:
         dtype: torch.dtype,
         rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Dequantizes a matrix in `form` to (N, E), or only its rows `rows_R`, through float32."""
+        """Dequantizes a matrix of `Form` `form`, through float32: (N, E), or its rows `rows_R`."""
         require(
             is_matrix(packed_NX, N, E, form) and (rows_R is None or are_rows(rows_R, N)),
             tensors=(packed_NX, rows_R),
@@ -155,8 +156,8 @@ class Kernels:
     def repack(
         self, blocks_NX: np.ndarray, form: int, rows_R: Tensor, place_RX: Tensor, E: int
     ) -> None:
-        """Converts rows of a GGUF file's quantized matrix to the kernels' layout (`quantized.py`).
-        Rows `rows_R` of (N, E) weights, whose bytes are `blocks_NX`, are written to `place_RX`."""
+        """Converts rows `rows_R` of a GGUF file's matrix, with bytes `blocks_NX` and E columns, to
+        the kernels' layout, in `place_RX`. `form` is the number of the matrix's `Form`."""
         N, row_bytes = blocks_NX.shape
         require(
             is_matrix(place_RX, len(rows_R), E, form),
@@ -170,7 +171,7 @@ class Kernels:
         self.call("repack", arguments, torch.float32, form)
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
-        """Distributions as by `probs_from_logits`, up to last bits, of float32 logits (N, V)."""
+        """Distributions (N, V) of float32 logits after temperature, top-k, top-p and min-p."""
         require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
@@ -180,7 +181,8 @@ class Kernels:
         return probs_NV
 
     def verify(self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, rule: Rule) -> Verdict:
-        """Verifies guesses by `rule`, which is `verification.verify` or `verify_block`."""
+        """Tests guesses (B, N) by `rule`, which is `verify` or `verify_block`, with the verifier's
+        p, B rows of N + 1, and float64 uniforms; returns accepted counts and next tokens."""
         tokens_BN, q_BNV, counts_B = guesses
         B, N, V = q_BNV.shape
         tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
@@ -197,7 +199,8 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs a C++ kernel; `option`: a `Form` or flag. Raises `MemoryError`, `RuntimeError`."""
+        """Runs the C++ kernel minitri_`kernel` on numbers of `dtype`; `option`: a `Form` or a flag.
+        Raises `MemoryError` or `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:
@@ -269,7 +272,7 @@ def are_rows(rows_R: Tensor, N: int) -> bool:
 
 
 def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
-    """Sets the fields of a rotary embedding: `count` cosines, and as many signed sines."""
+    """Sets cos and sin of a kernel's arguments to a rotary embedding's, each of `count` numbers."""
     turns = (rotary.cos, rotary.signed_sin)
     like = (torch.float32, count, True)
     require(*((it.dtype, it.numel(), it.is_contiguous()) == like for it in turns), tensors=turns)
@@ -282,7 +285,7 @@ def memory_of(slots: Slots) -> Tensor:
 
 
 def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:
-    """Arguments of the filter kernel: `params`' temperature, top-k, top-p, min-p, and `fields`."""
+    """Arguments of the filter kernel: temperature, top-k, top-p, min-p, and the given `fields`."""
     temperature, top_p, log_min_p = params.numbers
     return abi.FilterArguments(
         temperature=temperature, top_k=params.top_k, top_p=top_p, log_min_p=log_min_p, **fields

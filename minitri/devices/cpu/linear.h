@@ -365,7 +365,7 @@ template <class T> void product_of(int form, const LinearArguments& a) {
         some.x = static_cast<const T*>(a.x) + r * a.E;
         some.out = static_cast<T*>(a.out) + r * a.N;
         if (form == PLAIN) product<T>(some);
-        by_bits(form, [&](auto b) { linear<Quantized<T, b>>(some, form >= NESTED); });
+        else by_bits(form, [&](auto b) { linear<Quantized<T, b>>(some, form >= NESTED); });
     }
 }
 

@@ -3,7 +3,6 @@
 Without compiled kernels, flash attention computes prefix and block apart, merged by log-sum-exp,
 with the query heads of a KV head and all tokens as rows of one matrix; and oneDNN reads weights in
 its own layout, up to twice as fast. With compiled kernels, PyTorch may still multiply many rows.
-
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R rows,
 E in_features, N out_features.
 """
@@ -31,7 +30,8 @@ def attend_cpu(
     mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """Attention of new tokens to cached ones and each other by PyTorch's flash kernel on a CPU."""
+    """Attention, (B, T, H, D), by PyTorch's flash kernel on a CPU. Row b's queries see its first
+    `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     prefix = min(prefix_lengths)
     if prefix < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
@@ -65,7 +65,7 @@ class PackedLinear(Linear):
 
 
 class PackedTiedHead(TiedHead):
-    """Tied LM head that multiplies with a packed copy of the embedding table."""
+    """LM head tied to the embedding table, multiplying with a copy of that in oneDNN's layout."""
 
     def __init__(self, plain: TiedHead) -> None:
         super().__init__(plain.weight)
@@ -86,8 +86,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Puts the plain linear layers of a model into oneDNN's layout, one by one: so few weights are
-    in memory twice."""
+    """Puts a model's plain linear layers into oneDNN's layout, one by one: memory may be short."""
     packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
         if pack := packed.get(type(layer)):
@@ -112,9 +111,9 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """How many rows to multiply with a (N, E) matrix at a time, for row-invariant products.
-    None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in another order, so K
-    and V would depend on a prompt's chunks: a test with random numbers finds whether it does."""
+    """How many rows PyTorch multiplies with a (N, E) matrix at a time, so that a row's bits do not
+    depend on the others; None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in
+    another order; a test with random numbers finds whether it does, for each `num_threads`."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
     many = F.linear(x, weight)

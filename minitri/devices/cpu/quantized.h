@@ -46,7 +46,7 @@ template <int BITS> struct Layout {
     const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
 
     // Where halves of a group's words have q of a pair of inputs: calls `use` with a word, the
-    // first of its bits, the first of q's bits, and their number. Few parts are unpacked fast.
+    // first of its bits, the first of q's bits, and their number. Fewer parts unpack faster.
     template <class Use> static void visit_fields(int pair, Use&& use) {
         constexpr int IN_WORD = 16 / BITS;  // pairs, except for some whose bits fill gaps
         if (BITS == 6 && pair % 8 > 5) {

@@ -3,7 +3,6 @@
 Groups of 32 weights of a row share a scale and an offset: weight = scale q + offset. A quantized
 matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, which are stored together: q,
 scales, then offsets, each group by group, interleaved over the rows of the panel (`quantized.h`).
-
 Legend: N outputs, E inputs, X bytes of a row, G groups, Q weights of a group.
 """
 
@@ -36,7 +35,7 @@ class Form(IntEnum):
 
 
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
-    """Shape (N, X) of a quantized matrix of `num_rows` rows, which are padded to whole panels."""
+    """Shape (N, X) in bytes of a matrix in the `Form` `form`, its rows padded to whole panels."""
     G = in_features // GROUP
     form = Form(form)
     num_halves = -(-G // 8) if form.is_nested else G
@@ -45,11 +44,10 @@ def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
 
 
 def quantize(weight_NE: Tensor, bits: int, repack: Callable[..., None]) -> Tensor:
-    """Quantizes (N, E) to (N, X): 4 bits from least to largest of a group, or 8 bits, symmetric.
+    """Quantizes (N, E) to (N, X) bytes: 4 bits from least to largest of a group, or 8, symmetric.
     `repack` is `Kernels.repack`, which converts blocks of GGUF's Q4_1 or Q8_0 to their layout."""
     N, E = weight_NE.shape
     packed_NX = torch.empty(packed_shape(N, E, bits), dtype=torch.uint8)
-    # Whole panels at a time, which a CPU cache can hold.
     num_rows = max(1, NUMBERS_AT_ONCE // (PANEL * E)) * PANEL
     for rows, place in zip(weight_NE.split(num_rows), packed_NX.split(num_rows), strict=True):
         repack(_blocks(rows, bits).numpy(), bits, torch.arange(len(rows)), place, E)

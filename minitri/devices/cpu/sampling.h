@@ -164,8 +164,8 @@ inline bool are_finite(const float* x, int64_t n) {
 }
 
 // Block or token verification. NaN in p or q stays in w. w[i] is the probability to keep the first
-// i guesses; 1 or 0 if not is_block. From the last guess on, the first that passes its test is the
-// last that is accepted; the next token comes from max(w[i] p - q, 0).
+// i guesses; 1 or 0 if not is_block. Backwards from the last guess, the first that passes its test
+// is the last accepted; the next token comes from max(w[i] p - q, 0).
 inline void verify(const VerifyArguments& a, bool is_block) {
     Pool::get().run(a.B, a.B * a.N * a.V, [&](int64_t b) {
         static thread_local Scratch<float> memory;

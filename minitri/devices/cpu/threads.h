@@ -32,7 +32,7 @@ class Pool {
         return *pool;
     }
 
-    // Threads that run tasks of the calling thread; the same for all calls of a process: they stay.
+    // Threads that run tasks of the calling thread; the same for all calls, as threads stay.
     static inline thread_local int64_t num_threads = 1;
 
     // `num_numbers` are read in all tasks: for few, the caller alone is faster than waking threads.

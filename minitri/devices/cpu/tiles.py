@@ -3,7 +3,6 @@
 Numbers of neighbouring slots are neighbours in memory, so that kernels need not transpose.
 `Tiles` is indexed like a tensor (..., S, D), but not along D; an ellipsis can only come first.
 Reading slots copies.
-
 Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
 """
 
@@ -19,19 +18,18 @@ COLUMNS = 32  # a head dim in tiles must be a multiple of this
 
 @dataclass(eq=False)
 class Tiles:
-    """Keys or values (..., S, D) of a KV cache, stored in tiles."""
+    """Keys or values (..., S, D) of a KV cache in N tiles of P slots, each tile transposed."""
 
-    units: Tensor  # (..., N, U, P), contiguous in the last two axes
+    units: Tensor  # (..., N, U, P): U numbers, or pairs of numbers, of each slot
     dtype: torch.dtype  # of the numbers
 
     @property
     def pair(self) -> int:
-        """Numbers in a unit: 1, or 2 in keys of which a vector lane multiplies 2 at once."""
+        """Numbers in a unit: 2 in keys whose numbers vector lanes multiply in pairs, else 1."""
         return self.units.itemsize // self.dtype.itemsize
 
     @property
     def shape(self) -> torch.Size:
-        """The shape (..., S, D) of the keys or values."""
         *rows, N, U, P = self.units.shape
         return torch.Size([*rows, N * P, U * self.pair])
 
@@ -87,7 +85,7 @@ class Tiles:
 
 
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:
-    """Empty keys and values (..., S, D) in tiles; vector lanes multiply `pair` numbers (1 or 2)."""
+    """Empty keys and values (..., S, D) in tiles, for vector lanes that multiply `pair` numbers."""
     *rows, S, D = shape
     keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
     values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)

@@ -5,7 +5,6 @@ kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-
 takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
 work. Longer blocks, which only a prefill has, go to PyTorch's FlashAttention-2; where that does not
 work, as in float32, the backend reads them in pieces.
-
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
 
@@ -39,7 +38,8 @@ def attend_masked(
     lengths_B: Tensor,
     mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `math` backend: attention to all slots with a mask, in float32 or better."""
+    """The `math` backend: attention (B, T, H, D), in float32 or better. Row b's queries see its
+    first `lengths_B[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     T, _, D = q_BTHD.shape[1:]
     K, S = keys_BKSD.shape[1:3]
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
@@ -67,7 +67,8 @@ def attend_flash(
     lengths_B: Tensor,
     mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: `kernel` is flash_attn_with_kvcache; `attend_tree` serves masks."""
+    """The `flash` backend: attention (B, T, H, D) by `kernel`, flash_attn_with_kvcache; with masks
+    by `attend_tree`. Row b's first `lengths_B[b]` slots are its prefix, the next T the block."""
     if mask_TT is not None:
         return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, mask_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))

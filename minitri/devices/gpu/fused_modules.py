@@ -4,7 +4,6 @@ Launches cost a microsecond or two each. `torch.compile` makes one kernel each o
 addition with the norm after it, of RoPE, and of SiLU with its product. Kernels take any number M of
 tokens, but M = 1 has one of its own. As B and T are one dimension, these two kernels, compiled at
 loading, serve all blocks of a model: PyTorch compiles a function at most 8 times.
-
 Legend: B batch, T tokens, M = B T, E hidden size, H heads, D head dim.
 """
 
@@ -32,13 +31,13 @@ def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[T
 
 
 def rotate(x_MHD: Tensor, cos_M1D: Tensor, signed_sin_M1D: Tensor) -> Tensor:
-    """Rotates all heads by their positions (RoPE); `compiled` makes one kernel of this."""
+    """Rotates all heads of M tokens by their positions (RoPE); same shape and dtype."""
     return Rotary(cos_M1D, signed_sin_M1D).rotate(x_MHD)
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors as one GPU kernel, which is compiled when it is first called."""
+    """The same function of tensors as one GPU kernel, which is compiled when it is first called."""
     return torch.compile(function, dynamic=True)
 
 
@@ -83,7 +82,7 @@ def fuse_if_possible(model: Llama) -> Llama:
 
 @torch.inference_mode()
 def check_kernels(model: Llama) -> None:
-    """Raises an error if a kernel cannot be compiled, or differs from its plain function."""
+    """Raises an error if a kernel cannot be compiled for a model, or differs from plain PyTorch."""
     tolerance = TOLERANCES[model.dtype]
     generator = torch.Generator().manual_seed(0)
     for M in (1, 3):

@@ -2,7 +2,6 @@
 
 Groups of `GROUP` weights of a row share a scale in float32; the last group of a row may be padded.
 Embedding table and norms are those of the model, the LM head has 8 bits.
-
 Legend: N out_features, E in_features, G groups of a row, Q weights of a group, X bytes of a row.
 """
 
@@ -53,7 +52,7 @@ def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """Dequantizes a matrix of `quantize` to (N, E), E padded to whole groups, in float32."""
+    """Dequantizes the weights and scales of `quantize` to (N, E), E in whole groups, in float32."""
     bytes_NGX = weight_NX.unflatten(1, (len(scales_GN), -1))
     if bytes_NGX.shape[2] < GROUP:
         bytes_NGX = torch.cat((bytes_NGX & 15, bytes_NGX >> 4 & 15), 2) - 8
@@ -61,7 +60,7 @@ def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
-    """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
+    """A copy of a model: linear layers in 4 or 8 bits, the LM head in 8. Raises `InputError`."""
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if problem := problem_with(lambda: check_kernel(model, bits)):
         raise InputError(f"{wanted} ({problem})", "leave it out")

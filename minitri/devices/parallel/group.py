@@ -72,7 +72,7 @@ class RankGroup(Ranks):
 
 @functools.cache
 def join_group() -> RankGroup:
-    """Joins the ranks that torchrun's environment names. Raises `InputError`."""
+    """Joins the processes that torchrun started, as its environment says. Raises `InputError`."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with explain(f"rank {os.environ.get('RANK')} could not join the others", ADVICE):
         store, rank, count = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
@@ -90,7 +90,8 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """Takes this rank's exit code; returns that of the first to end, and if this one says why."""
+    """Takes this rank's exit code; returns that of the first rank to end, and whether this rank is
+    the one to print the reason."""
     rank = os.environ.get("RANK", "0")
     if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()

@@ -6,7 +6,7 @@ from minitri.core.model.execution import Ranks
 
 
 def join() -> Ranks:
-    """The ranks that torchrun's environment names, or this process alone. Raises `InputError`."""
+    """The processes that torchrun has started, or this one alone. Raises `InputError`."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     from minitri.devices.parallel.group import join_group

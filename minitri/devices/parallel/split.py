@@ -3,7 +3,6 @@
 Outputs of attention and MLP, and embeddings, are summed over the ranks; logits are gathered. The
 `config` on a rank is that of its share, except for the vocabulary. Retrieved chunks are selected
 per KV head, so caches send nothing.
-
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """
 
@@ -67,7 +66,7 @@ class Summed(nn.Module):
 
 
 def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's share of the tensor `name` of a checkpoint."""
+    """This rank's share of a checkpoint's tensor `name`: some rows or columns; norms are whole."""
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
     if ranks.count == 1 or tensor.dim() != 2 - is_bias:

@@ -1,8 +1,7 @@
 """Reader of the GGUF container: metadata, and tensors as they are stored, from a mapped file.
 
 The reader of the `gguf` package makes an object of every value: for a vocabulary of 49,152 tokens
-that takes 4 s, here 0.1 s, and for a damaged header it makes millions of objects.
-"""
+that takes 4 s, here 0.1 s, and for a damaged header it makes millions of objects."""
 
 import math
 import mmap
@@ -65,13 +64,13 @@ def _value(pages: mmap.mmap) -> Any:
 
 
 def _kind(pages: mmap.mmap) -> str:
-    """Reads a type of values; number types have NumPy's names."""
+    """Reads the name of a type of values, such as string or array; for numbers it is NumPy's."""
     return GGUFValueType(_number(pages, "u4")).name.lower()
 
 
 def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], dict[Path, int]]:
-    """Metadata and tensors of a GGUF file, with those of all parts if it is one part of several.
-    The third result is `times_of` all parts. Raises `ValueError` and others for damaged files."""
+    """Metadata and tensors, by name, of a GGUF file, or of all parts if it is one of several; and,
+    in ns, when these files last changed. Raises `ValueError` and others for damaged files."""
     metadata, tensors = read_container(path)
     parts = []
     count = metadata.get("split.count", 1)

@@ -8,8 +8,7 @@ has the formats). They are repacked for the CPU kernels, or dequantized. Repacki
 and Q5_0, where a weight is d (q - 8) or d (q - 16), the kernels' offset is -8 d or -16 d, exact in
 float16 as d is.
 
-Legend: N rows, X bytes of a row of a repacked matrix.
-"""
+Legend: N rows, X bytes of a row of a repacked matrix."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -115,7 +114,7 @@ class GgufFile:
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def _numbers(self, name: str) -> tuple[float, ...] | None:
-        """Numbers of a vector in the file, or None; a damaged file may raise any error."""
+        """Numbers of the vector `name` in the file, None if it has none; may raise any error."""
         stored = self._tensors.get(name)
         return tuple(dequantize(stored, None).tolist()) if stored else None
 
@@ -136,15 +135,12 @@ class GgufFile:
             if len(stored.shape) == 2
         )
 
-    def is_in_bfloat16(self) -> bool:
-        """Whether all matrices are stored in bfloat16."""
-        return {it.type.name for it in self._tensors.values() if len(it.shape) == 2} == {"BF16"}
-
     def tensors(
         self, config: ModelConfig, packed: Mapping[str, Tensor], kernels: Kernels | None
     ) -> NamedTensors:
-        """Yields weights with their Hugging Face names, dequantized. A tensor of that name in
-        `packed` is filled with the matrix in the kernels' layout, and yielded instead."""
+        """Yields (Hugging Face name, tensor) for all weights, dequantized, by `kernels` if there
+        are any. A tensor of that name in `packed` is filled with the matrix in the layout of the
+        kernels, and yielded instead."""
         for name, stored in self._tensors.items():
             if name.startswith("rope_f"):  # divisors of frequencies, which `config` has read
                 continue

@@ -2,8 +2,7 @@
 
 Text comes in pieces, cut anywhere, and is passed on at once, except for a possible beginning of a
 tag, and for calls, which are passed on at the end; the pieces of each kind, joined, do not depend
-on the cuts. A grammar lets calls end an answer, and spells them; their arguments may be cut.
-"""
+on the cuts. A grammar lets calls end an answer, and spells them; their arguments may be cut."""
 
 import contextlib
 import json
@@ -36,7 +35,7 @@ FORMATS = {name: ToolFormat(name, **fields) for name, fields in json.loads(_TABL
 
 
 def format_of(template: str) -> ToolFormat:
-    """Format in which a chat template writes calls of tools; Hermes' if it shows none."""
+    """Format in which a chat template writes calls of tools; that of Hermes if it shows none."""
     for form in FORMATS.values():
         if form.opening in template or (form.is_bare and '"parameters"' in template):
             return form
@@ -68,7 +67,7 @@ class AnswerParser:
         return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
 
     def _read(self, thinks: bool) -> Iterator[Piece | None]:
-        """Parses an answer: yields its pieces, and None where it waits for more text."""
+        """Parses an answer (`thinks`: after <think>): yields pieces, None to wait for more text."""
         if thinks or (yield from self._take(THINK)):
             yield from self._take("")
             yield from self._pass_to(END_THINK, "reasoning_content")
@@ -83,13 +82,15 @@ class AnswerParser:
         yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
-        """Removes white space and a tag from the text, if these come next; returns them or ""."""
+        """Removes white space and a tag from the text, if these come next; returns them or "".
+        Yields None while the text so far does not decide it."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
             yield None
         return self._cut(len(self._rest) - len(head) + len(tag)) if head.startswith(tag) else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Yields text up to a tag or the end, in pieces of this kind; returns the tag or ""."""
+        """Yields text up to a tag or the end, in pieces of this kind, and None to wait for more
+        text; returns the tag, or "" at the end."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
@@ -109,7 +110,7 @@ class AnswerParser:
 
 
 def calls_in(text: str) -> Iterator[Piece]:
-    """Calls of tools in the last part of an answer; a text without any is content."""
+    """Yields the calls of tools in the last part of an answer; if there are none, its content."""
     place = 0
     while head := HEAD.search(text, place):
         place = len(text)  # the end of arguments that are cut

@@ -1,7 +1,6 @@
 """Strict JSON objects as pydantic models: base class, messages and tools of a chat.
 
-What a client sends is not converted: true is no number. What is wrong is one line for the client.
-"""
+Values are not converted: true is no number. What is wrong is one line for the client."""
 
 import json
 from difflib import get_close_matches
@@ -34,7 +33,7 @@ class Body(pydantic.BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unasked(cls, given: Any) -> Any:
-        """Leaves out nulls, and fields that fields.json ignores or with values neutral there."""
+        """Leaves out nulls, and fields to be ignored, or with neutral values, by fields.json."""
         if not isinstance(given, dict):
             return given
         return {
@@ -48,8 +47,8 @@ B = TypeVar("B", bound=Body)
 
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """Checks a JSON object by a pydantic model. Raises `InputError` about the innermost problem.
-    Unknown fields are refused, or ignored if `lenient`."""
+    """Checks a JSON object by the pydantic model `kind`. Raises `InputError` about the innermost
+    problem. Unknown fields are refused, or ignored if `lenient`."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
@@ -129,7 +128,7 @@ class Function(Body, extra="ignore"):
 
 
 def functions_of(tools: object) -> object:
-    """The functions in the tools of a chat or of a response. Raises `ValueError`."""
+    """Functions, as objects, in the `tools` of a chat or a response. Raises `ValueError`."""
     if not isinstance(tools, list):
         return tools
     if not all(isinstance(tool, dict) and tool.get("type") for tool in tools):

@@ -1,7 +1,6 @@
 """Prompt of a chat: its messages in the form of the model's template, and the grammar of calls.
 
-Templates take plain texts, and the arguments of calls as objects.
-"""
+Templates take plain texts, and the arguments of calls as objects."""
 
 import hashlib
 import json
@@ -27,7 +26,7 @@ class ChatPrompt:
     """Prompt of a chat, in the form of the model's template, and the parser of its answer."""
 
     def __init__(self, asked: Conversation, engine: Engine) -> None:
-        """Renders and tokenizes a conversation. Raises `InputError`."""
+        """Renders and tokenizes the conversation in a request's body. Raises `InputError`."""
         tokenizer = engine.tokenizer
         choice = asked.tool_choice
         offered = () if choice == "none" else asked.tools
@@ -64,7 +63,7 @@ class ChatPrompt:
         }
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of an answer that has this form or calls functions. Raises `InputError`."""
+        """Grammar of an answer that calls functions or has `form`, if any. Raises `InputError`."""
         if not self._form:
             return form
         if form and not form.kind.startswith("json"):
@@ -82,7 +81,7 @@ class ChatPrompt:
             raise InputError(f"tools are too much, above all {largest}: {error.message}") from None
 
     def parser(self) -> AnswerParser:
-        """A parser that has read the prompt's last message, if the answer is to continue it."""
+        """Parser of the answer; it has read the last message if the answer is to continue that."""
         made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
@@ -122,7 +121,8 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
-    """JSON Schemas of functions' arguments; for one too hard any object, if strict `InputError`."""
+    """JSON Schemas of functions' arguments, by function name. One that is too hard for llguidance
+    becomes any object or, if the function is strict, an `InputError`."""
     from llguidance import LLMatcher
 
     schemas = {}

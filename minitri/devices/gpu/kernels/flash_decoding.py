@@ -4,7 +4,6 @@ Every byte of the KV cache should be read once, by all multiprocessors (FlashDec
 heads of a KV head and the tokens of the block are rows of one tile. Prefix and block are cut in
 pieces, one for each program; a second kernel merges their results. D is rounded up to a power of
 two. With `TRITON_INTERPRET=1` the same code runs on a CPU, which is how tests check it.
-
 Legend: B batch, S slots, K KV heads, H heads, G = H / K, D head dim, T tokens, R = G T, P pieces.
 """
 
@@ -32,8 +31,8 @@ def attend_piece(  # type: ignore[no-untyped-def]
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEAD: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Triton kernel: attention of one KV head to one piece of its keys; writes `outs` and `lses`.
-
+    """Triton kernel: attention of one KV head to one piece of its keys. Writes results to `outs`,
+    and log-sum-exps of the scores to `lses`, by which `merge_pieces` merges pieces.
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
     of log2(e), logarithms are to base 2; `q_b` and the like are strides."""
     tile = tl.program_id(0)
@@ -92,7 +91,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Triton kernel: merges a row's results `outs` of all pieces by their log-sum-exps `lses`."""
+    """Triton kernel: merges the results `outs` of all pieces by log-sum-exps `lses` into `out`."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -110,7 +109,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_mask: bool) -> dict[str, int]:
-    """Tile sizes of a program for `num_rows` rows of queries, which fit all supported GPUs.
+    """Keywords of `attend_piece` for `num_rows` rows of queries: tile sizes for all supported GPUs.
     Registers suffice, in float32 and with masks, too, as does shared memory of 99 KiB."""
     is_wide = dtype == torch.float32
     most = MAX_ROWS // 2 if is_wide or has_mask else MAX_ROWS
@@ -135,7 +134,8 @@ def attend_short_block(
     lengths_B: Tensor,
     mask_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal if no `mask_TT`."""
+    """The `triton` backend: attention (B, T, H, D) of row b's queries to its first `lengths_B[b]`
+    slots and, of the T after them, those in `mask_TT` (None: causal)."""
     B, T, H, head_dim = q_BTHD.shape
     D = triton.next_power_of_2(head_dim)
     K = keys_BKSD.shape[1]

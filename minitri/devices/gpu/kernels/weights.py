@@ -5,7 +5,6 @@ every `SHARES` groups, and converts it in registers, once. Their sums are added 
 among blocks of at most 8 rows, and among longer ones, a row's bits do not depend on the others. W
 is the first factor of every product, as a tensor core takes 16 rows of the first factor and 8
 columns of the second.
-
 Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
 
@@ -22,7 +21,7 @@ COLUMNS = 32  # outputs of a program
 
 @triton.jit  # type: ignore[untyped-decorator]
 def nibbles(bytes_SCX, like: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low and the high nibble of each byte, both less 8, as numbers of type `like`.
+    """The low and the high nibble of each byte, both less 8, as two tensors of type `like`.
     In bfloat16 of four bytes at a time: 0x4300 plus a nibble is 128 to 143; 136 is subtracted."""
     if like == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -69,7 +68,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Triton kernel: a tile of x W^T with W in 4 or 8 bits, summed in float32; all contiguous."""
+    """Triton kernel: a tile (ROWS, COLUMNS) of out (M, N) = x (M, E) W^T, summed in float32. W has
+    4 or 8 BITS and scales (G, N), one per GROUP of E; SHARES warps divide the groups."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     WIDTH: tl.constexpr = GROUP * BITS // 8
@@ -103,7 +103,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int, *, is_narrow: bool) -> dict[str, int]:
-    """Tile sizes and launch options of `multiply_tile` for M rows and weights of 4 or 8 bits.
+    """Keywords of `multiply_tile` for M rows and weights of 4 or 8 bits: tile sizes, launch option.
     `is_narrow`: no multiprocessor has two programs, so that one needs more warps to convert 4 bits.
     At most 99 KiB of shared memory, which GPUs from compute capability 8.0 on have."""
     rows = 8 if M <= 8 else 16
@@ -114,7 +114,7 @@ def tile_sizes(M: int, bits: int, *, is_narrow: bool) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T (..., N) with W from `quantize`; on a GPU float32 x is first rounded to bfloat16."""
+    """x W^T (..., N), with W as `quantize` gives it; on a GPU float32 x is rounded to bfloat16."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
