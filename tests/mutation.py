@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 
@@ -56,10 +55,11 @@ def mutated(mutant: Mutant) -> Iterator[None]:
     tree.body[0].decorator_list = []
     before, *after = ast.unparse(tree).split(mutant.old)
     assert len(after) == 1, f"{mutant.name}: the code is there {len(after)} times"
-    found: dict[str, FunctionType] = {}
-    exec(before + mutant.new + after[0], function.__globals__, found)
+    body = textwrap.indent(before + mutant.new + after[0], " ")
+    code = f"def make(__class__):\n{body}\n return {function.__name__}"  # `super()` needs its class
+    exec(code, function.__globals__, found := {})
     healthy = function.__code__
-    function.__code__ = found[function.__name__].__code__
+    function.__code__ = found["make"](None).__code__
     try:
         yield
     finally:

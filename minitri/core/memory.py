@@ -24,7 +24,7 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
-from minitri.core.graphs import GraphPool
+from minitri.core.graphs import WHOLE_DEVICE, GraphPool
 from minitri.core.log import log
 from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Llama
@@ -98,8 +98,8 @@ def fault_of(error: BaseException, models: Models) -> FaultError | None:
             "weights are damaged, or overflow: get them again",
             "try dtype=float32",
         )
-    is_full = "out of memory" in str(error) or "can't allocate memory" in str(error)  # CUDA, CPU
-    if is_full or isinstance(error, MemoryError):
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # CUDA, CPU, cuBLAS
+    if any(sign in str(error) for sign in signs) or isinstance(error, MemoryError):
         return FaultError(
             f"{model.device} has run out of memory ({shorten(error, 90)})",
             "shorten the prompt",
@@ -148,18 +148,17 @@ def allocate(
     if not graphs and needs.captures:
         graphs = GraphPool(target.device)
     V = target.config.vocab_size
-    runners: dict[str, ModelRunner] = {}
+    runners = dict[str, ModelRunner]()
     cache: RetrievalCache | None = None
-    if models.draft and shape.uses_drafter:
+    if models.draft and "draft" in shape.stages:
         window = StreamingCache(models.draft, shape.num_rows, speculation)
         # Trees replay a pass for each depth; of chains `Level.capture` captures whole rounds.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
         passes = Passes(models.draft, window, shape.sampling, V)
         runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)
-    if shape.uses_retrieval:
+    if "retrieval" in shape.stages:
         cache = RetrievalCache(full, target, speculation, shape.budgets)
-        longest = 1 + max(plan.gamma1 for plan in speculation.plans)
-        sizes = {1, speculation.max_block if speculation.tree else longest}
+        sizes = {1, speculation.small_block}
         passes = Passes(models.retrieval, cache, shape.sampling, V)
         runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
@@ -194,7 +193,8 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
     on_device = on_host
     if target.device.type == "cuda":
         # Memory that the allocator still keeps is in small blocks, of no use to large tensors.
-        torch.cuda.empty_cache()
+        with WHOLE_DEVICE:
+            torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     return on_device + needs.num_weight_bytes, on_host
 
@@ -219,11 +219,10 @@ def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = 
         log.debug("KV cache: %d of %d layers are on %s", on_chip, L, device)
         return OffloadedFullCache(target, *size, on_chip=on_chip, host=host)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
-        needed = L * needs.kv_layer
         raise InputError(
             f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
-            f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "
-            "max_new_tokens, or use a smaller dtype"
+            f"{L * needs.kv_layer / 1e9:.1f} GB, which {device} does not have; shorten the prompt, "
+            "lower max_new_tokens, or use a smaller dtype"
         ) from None
 
 

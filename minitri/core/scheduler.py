@@ -30,11 +30,11 @@ class Scheduler:
     ) -> None:
         """Queues the first requests of a run of this `shape`; if `is_open` others may follow.
         `is_offloaded`: K and V are in host memory."""
-        self.admitted: dict[int, RequestState] = {}
+        self.admitted = dict[int, RequestState]()
         """Admitted requests by row of the batch, the oldest first."""
-        self.unread: dict[int, int] = {}
+        self.unread = dict[int, int]()
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
-        self.latest_admissions: dict[str, tuple[int, int]] = {}
+        self.latest_admissions = dict[str, tuple[int, int]]()
         """By client: when it was last admitted, counted over all clients, and how often it was."""
         self._num_rows = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long

@@ -268,6 +268,11 @@ class SpeculationConfig:
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property
+    def small_block(self) -> int:
+        """Most tokens per row in a pass of the retrieval level: the text's last, and guesses."""
+        return self.max_block if self.tree else 1 + max(plan.gamma1 for plan in self.plans)
+
+    @property
     def room(self) -> int:
         """Slots of a small KV cache beyond window or budget, for unread tokens and guesses."""
         return 2 * self.max_block

@@ -19,12 +19,9 @@ class MemoryShape:
         return len(self.prompt_lengths)
 
     @property
-    def uses_drafter(self) -> bool:
-        return any("draft" in plan.proposers for plan in self.speculation.plans)
-
-    @property
-    def uses_retrieval(self) -> bool:
-        return any("retrieval" in plan.proposers for plan in self.speculation.plans)
+    def stages(self) -> set[str]:
+        """The stages that guess in any plan, of `draft` and `retrieval`."""
+        return {stage for plan in self.speculation.plans for stage in plan.proposers}
 
     @property
     def capacity(self) -> int:

@@ -14,8 +14,10 @@ from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.verification import Emitted, Rows
 from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
+from minitri.core.errors import InputError, shorten
 from minitri.core.graphs import GraphPool
-from minitri.core.memory import Memory, Models
+from minitri.core.log import log
+from minitri.core.memory import Memory, Models, fault_of
 from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import prefill
 from minitri.core.requests import RequestState
@@ -39,9 +41,9 @@ class Stack:
         self.sequences: Rows = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens that each row may have, with its prompt
         runners = memory.runners
-        least = self.target.execution.ranks.least  # shares may be uneven
-        self._pass_bytes = {
-            name: least(bytes_per_pass(runner.model)) for name, runner in runners.items()
+        self._pass_bytes = {  # shares of ranks may be uneven
+            name: self.target.execution.ranks.least(bytes_per_pass(runner.model))
+            for name, runner in runners.items()
         }
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in runners.values()))
         use_clock = may_use_clock(models, shape, is_open=is_open)
@@ -58,7 +60,7 @@ class Stack:
         rule = self.source.rule
         self.source.run_rule = self.target.execution.rules.get(rule, rule)
         drafter: Stage | None = None  # made before the levels: statistics list the lowest first
-        if shape.uses_drafter and not models.draft:
+        if "draft" in shape.stages and not models.draft:
             where = (self.meter, runners["target"])
             drafter = (
                 LookupDrafter(*where)
@@ -74,12 +76,21 @@ class Stack:
             self._capture(memory.graphs)
 
     def _capture(self, graphs: GraphPool) -> None:
-        """Captures all passes and verdicts as CUDA graphs, unless an earlier run has done so."""
+        """Captures all passes and verdicts as CUDA graphs, unless an earlier run has done so.
+        Passes for which memory is short then run eagerly. Raises `InputError`."""
         rule = self.source.rule
         self.source.run_rule = functools.partial(graphs.run, rule)
         graphs.is_capturing = rule not in graphs.rules
-        for stage in reversed(self.cascade.stages) if graphs.is_capturing else ():
-            stage.capture(self.shape.speculation.plans)
+        try:
+            for stage in reversed(self.cascade.stages) if graphs.is_capturing else ():
+                stage.capture(self.shape.speculation.plans)
+        except RuntimeError as error:  # also raised when memory runs out
+            fault = fault_of(error, self.memory.models)
+            # Ranks have to capture the same passes.
+            if self.target.execution.ranks.count > 1 or not fault:
+                problem = f"a CUDA graph could not be captured ({shorten(error, 90)})"
+                raise InputError(problem, "use cuda_graphs=False") from error
+            log.warning("%s, so some passes are not captured and take longer", fault.message)
         graphs.rules.add(rule)
         graphs.is_capturing = False
 

@@ -63,9 +63,10 @@ class OpenModel:
         self._ranks = ranks = join()
         self._device = device = choose_device(choice.device, ranks)
         if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)
-            # The first sum makes NCCL take its memory, before the model takes the rest.
-            ranks.sum(torch.zeros(1, device=device))
+            with explain(f"{device} cannot be used", "end what uses it, or take another device"):
+                torch.cuda.set_device(device.index or 0)
+                # The first sum makes NCCL take its memory, before the model takes the rest.
+                ranks.sum(torch.zeros(1, device=device))
         located = ranks.ask_first(lambda: locate(choice.model, progress=progress))
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
@@ -106,7 +107,6 @@ class OpenModel:
 
     def _load(self, *, keeps_quantized: bool, lender: Llama | None = None) -> Llama:
         """Loads a model, ready to run, on the compiled CPU kernels if there are such.
-
         `lender` is the target whose embedding table a drafter without one borrows. With
         `keeps_quantized`, matrices of a GGUF file that kernels can read stay quantized. Raises
         `InputError` if the files do not fit the config, or the weights memory."""

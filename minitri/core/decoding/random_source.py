@@ -31,7 +31,7 @@ class RandomSource:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.run_rule = rule  # `Stack` may set one of `Execution.rules`, or its captured graphs
-        self._by_row: dict[int, Any] = {}  # seed or generator of each row
+        self._by_row = dict[int, Any]()  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
         self._by_row[b] = seed

@@ -61,13 +61,14 @@ class OffloadedFullCache(FullCache):
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
+        self.stream.share(self.latest_LBTPKD)
         self.latest_starts = [S] * B  # first token of each row in `latest_LBTPKD`; S: none
-        self._subscriber: weakref.ref[RetrievalCache] | None = None
+        self._subscribers = weakref.WeakSet[RetrievalCache]()
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
         """Has `update` pass each layer's K and V on the device to `cache.select`; None: no more."""
         # A cycle of strong references would keep both after the run.
-        self._subscriber = weakref.ref(cache) if cache else None
+        self._subscribers = weakref.WeakSet([cache] if cache else [])
 
     @property
     def num_bytes(self) -> int:
@@ -77,8 +78,10 @@ class OffloadedFullCache(FullCache):
         if layer < self.on_chip:
             on_device = super().update(layer, block)
         else:
-            on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
-        if self._subscriber and (cache := self._subscriber()):
+            on_device = self.update_hosted(
+                self._prefetch(layer), block, dict(enumerate(self.lengths))
+            )
+        for cache in self._subscribers:
             cache.select(layer, *on_device)
         return on_device
 
@@ -103,9 +106,10 @@ class OffloadedFullCache(FullCache):
 
     def _prefetch(self, layer: int) -> StagingBuffer:
         """Queues copies of a layer and the next from host to device; returns the layer's buffer."""
-        buffer = self.fetch(layer, self._by_row())
+        ends = dict(enumerate(self.lengths))
+        buffer = self.fetch(layer, ends)
         if layer + 1 < self.on_chip + len(self.host_LBSPKD):
-            self.fetch(layer + 1, self._by_row())
+            self.fetch(layer + 1, ends)
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
@@ -180,9 +184,6 @@ class OffloadedFullCache(FullCache):
         super().hold(b, num_slots, num_tokens)
         for buffer in self.buffers:
             buffer.num_held[b] = min(buffer.num_held[b], num_slots)
-
-    def _by_row(self) -> dict[int, int]:
-        return dict(enumerate(self.lengths))
 
 
 class HostedRow(FullCache):

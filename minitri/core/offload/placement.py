@@ -49,7 +49,7 @@ class Demand:
     @property
     def drafter(self) -> ModelConfig | None:
         """Config of the draft model if any plan of a step uses it, else None."""
-        return self.draft if self.shape.uses_drafter else None
+        return self.draft if "draft" in self.shape.stages else None
 
     @property
     def placements(self) -> Sequence[int]:
@@ -73,6 +73,10 @@ class Demand:
             proposing += num_weights(self.drafter) * self.itemsize
         # Prefill layer by layer keeps the hidden states of the whole prompt.
         hidden = bool(hosted) * self.num_tokens * config.hidden_size * self.itemsize
+        shape = self.shape
+        block = shape.speculation.max_block
+        # Passes of a target whose K and V are in host memory are not captured.
+        captured = shape.speculation.small_block if hosted else block
         return {
             "weights": self.weight_bytes or num_weights(config) * self.itemsize,
             "weights that only propose": proposing,
@@ -81,8 +85,8 @@ class Demand:
             + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(),
             "activations": hidden
-            + self._activations(self.shape.generation.prefill_chunk, SAMPLING),
-            "captured passes": self.captures * self._activations(0, CAPTURED),
+            + self._activations(block, SAMPLING, shape.generation.prefill_chunk),
+            "captured passes": self.captures * self._activations(captured, CAPTURED),
             "reserve": RESERVE,
         }
 
@@ -91,7 +95,7 @@ class Demand:
         shape = self.shape
         speculation = shape.speculation
         num_bytes = 0
-        if shape.uses_retrieval:
+        if "retrieval" in shape.stages:
             window = min(config.window, shape.capacity)
             slots = pad_to_stride(max(*shape.budgets, window) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
@@ -104,10 +108,10 @@ class Demand:
             num_bytes += 3 * shape.num_rows * width * window * self.itemsize
         return num_bytes
 
-    def _activations(self, num_read: int, bytes_per_logit: int) -> int:
-        """Estimated bytes of a pass over `num_read` tokens, but at least a decoding step's."""
+    def _activations(self, block: int, bytes_per_logit: int, num_read: int = 0) -> int:
+        """Estimated bytes of a pass over `block` tokens per row, or over `num_read` if more."""
         config = self.config
-        num_tokens = self.shape.num_rows * self.shape.speculation.max_block
+        num_tokens = self.shape.num_rows * block
         heads = config.num_heads + 2 * config.num_kv_heads
         row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
         sampling = bytes_per_logit * num_tokens * config.vocab_size
@@ -133,9 +137,8 @@ class Demand:
 
 def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
     """Largest allowed number of layers whose KV cache fits on the device. Raises `InputError`."""
-    choices = needs.placements
-    room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE
-    here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
+    room = device_bytes + RESERVE * (not needs.shape.generation.offload)
+    here = next((n for n in needs.placements if needs.on_device(n) <= room), needs.placements[-1])
     if needs.fits(room, host_bytes, here):
         return here
     raise InputError(

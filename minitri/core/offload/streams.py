@@ -5,12 +5,14 @@ Host memory for K and V is reused, as to lock 60 GiB takes tens of seconds.
 import math
 import mmap
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+from minitri.core.graphs import WHOLE_DEVICE
 from minitri.core.log import log
 from minitri.core.stats import Clock
 
@@ -40,7 +42,7 @@ class CudaClock(Clock):
     """Clock of a GPU's work by CUDA events; `settle` waits for them, and reports the seconds."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
+        self._open = list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]]()
 
     @contextmanager
     def timed(self, take: Callable[[float], None]) -> Iterator[None]:
@@ -65,7 +67,8 @@ def clock_of(device: torch.device) -> Clock:
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done all queued work."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with WHOLE_DEVICE:
+            torch.cuda.synchronize(device)
 
 
 class HostMemory:
@@ -73,7 +76,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Tensor] = []  # the latest block that was given back, if any
+        self._free = deque[Tensor](maxlen=1)  # the latest block that was given back, if any
 
     @property
     def num_free_bytes(self) -> int:
@@ -86,11 +89,8 @@ class HostMemory:
             self._free.clear()
         block = self._free.pop() if self._free else host_memory(num_bytes, self._device)
         synchronize(self._device)  # copies of the last borrower may be under way
-        weakref.finalize(borrower, self._take_back, block).atexit = False
+        weakref.finalize(borrower, self._free.append, block).atexit = False
         return block[:num_bytes].view(dtype).view(shape)
-
-    def _take_back(self, block: Tensor) -> None:
-        self._free[:] = [block]
 
     def clear(self) -> None:
         self._free.clear()
@@ -121,5 +121,5 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 def unregister(address: int, device: torch.device) -> None:
     """Unlocks host memory that is about to be freed, after all its copies have ended."""
-    torch.cuda.synchronize(device)
+    synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

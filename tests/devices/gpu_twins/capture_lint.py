@@ -90,31 +90,26 @@ class LintedPool(CpuPool):
     num_runs = 0
 
     def run(self, function, *inputs, **constants):
+        """What a run returns is overwritten by the next one, whatever that returns."""
         before = self.num_runs
-        output = super().run(function, *inputs, **constants)
+        output = tree_map(Tensor.clone, super().run(function, *inputs, **constants))
         assert self.num_runs > before, "inputs of shapes that were not captured"
+        self._outputs = tree_leaves(output)
         return output
 
-    def capture(self, step, *examples):
+    def record(self, run):
+        run()  # a warm-up, which makes buffers
         known: list[set[int]] = []
 
-        def watched(*inputs):
+        def watched():
             self.num_runs += 1
             with Watch() as watch, NoHost():
-                output = step(*inputs)
+                output = run()
             known.append(watch.outside)
             if watch.outside != known[0]:
                 raise CaptureError("a tensor from outside has moved since the capture")
-            if len(known) > 1:  # what the first run, a warm-up, has left comes from outside later
+            if len(known) > 1:  # what the capture has left comes from outside later
                 watch.check_nothing_stays(output)
             return output
 
-        captured = super().capture(watched, *examples)
-
-        def copied(*inputs):
-            """What a run returns is overwritten by the next one, whatever that returns."""
-            output = tree_map(Tensor.clone, captured(*inputs))
-            self._outputs = tree_leaves(output)
-            return output
-
-        return copied
+        return super().record(watched)

@@ -1,13 +1,12 @@
-"""Twins of a GPU on a CPU: lengths that are read on the device, a flash kernel, and offloaded
-caches, whose copies run in program order."""
+"""Twins of a GPU on a CPU: lengths read on the device, a flash kernel, offloaded caches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from minitri.core import runner
@@ -19,12 +18,14 @@ from minitri.core.graphs import GraphPool
 from minitri.core.model import block
 from minitri.core.model.cache import BlockKV
 from minitri.core.model.llama import Block, Llama
+from minitri.core.offload import offloaded_cache
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.streams import HostMemory
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
 from tests.conftest import fill
 from tests.core.rigs import CPU, random_prompt, tiny_config
+from tests.devices.gpu_twins.recorder import Recorder
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -43,20 +44,26 @@ def flash_kernel(q_BTHD, k_BSKD, v_BSKD, *, cache_seqlens, causal):
 class CpuPool(GraphPool):
     """Runs functions over static buffers, as graphs; a run overwrites what all have returned."""
 
+    is_in_step = False
+
     def __init__(self) -> None:
         super().__init__(CPU)
         self.num_graphs = 0
         self._outputs = []
 
     def record(self, run):
-        first = run()
+        def step():
+            with patch.object(CpuPool, "is_in_step", True):
+                return run()
+
+        first = step()
         self.num_graphs += 1
         self._outputs += tree_leaves(first)
 
         def again() -> None:
             for tensor in self._outputs:
                 tensor.fill_(-1 if tensor.dtype == torch.int64 else torch.nan)
-            run()
+            step()
 
         return again, first
 
@@ -68,7 +75,6 @@ TWINS = {"math": attend_masked, "flash": partial(attend_flash, flash_kernel, att
 def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
     nonsense: a graph would have it as it was at capture."""
-    in_step = []
     monkeypatch.setattr(sampling, "gumbel_scores", sampling.dense_scores)
 
     def unpack_block(packed_4BT):
@@ -81,22 +87,9 @@ def lengths_on_the_device(monkeypatch):
         honest = cls.lengths.fget
 
         def lengths(self, honest=honest):
-            return [UNREADABLE] * len(honest(self)) if in_step else honest(self)
+            return [UNREADABLE] * len(honest(self)) if CpuPool.is_in_step else honest(self)
 
         monkeypatch.setattr(cls, "lengths", property(lengths))
-    capture = GraphPool.capture
-
-    def capture_and_watch(pool, step, *examples):
-        def watched(*inputs):
-            in_step.append(True)
-            try:
-                return step(*inputs)
-            finally:
-                in_step.pop()
-
-        return capture(pool, watched, *examples)
-
-    monkeypatch.setattr(GraphPool, "capture", capture_and_watch)
 
 
 def as_on_a_gpu(model, backend=attend_masked):
@@ -109,28 +102,21 @@ TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
 
 
 def offloaded(
-    on_chip: int, batch_size: int = 3, capacity: int = 512, stream=None, config=CONFIG, **settings
+    on_chip: int, batch_size: int = 3, capacity: int = 512, config=CONFIG
 ) -> OffloadedFullCache:
     model = Llama(config, dtype=torch.float32, device=CPU)
-    settings = {"host": HostMemory(CPU), "stream": stream or MagicMock(), **settings}
-    return OffloadedFullCache(model, batch_size, capacity, on_chip=on_chip, **settings)
+    how = {"host": HostMemory(CPU), "stream": _get_current_dispatch_mode() or MagicMock()}
+    cache = OffloadedFullCache(model, batch_size, capacity, on_chip=on_chip, **how)
+    how["stream"].share(cache.host_LBSPKD)  # which is lent again after a wait for all copies
+    return cache
 
 
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that travel to the device from the host memory of a cache."""
-
-    def __init__(self, cache: OffloadedFullCache) -> None:
-        super().__init__()
-        self.host = cache.host_LBSPKD
-        self.to_device = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            start = self.host.data_ptr()
-            is_host = [start <= it.data_ptr() < start + self.host.nbytes for it in args[:2]]
-            self.to_device += is_host[1] * args[0].nbytes
-            assert not any(is_host) or all(it.is_contiguous() for it in args[:2])
-        return func(*args, **(kwargs or {}))
+@pytest.fixture
+def recorder(monkeypatch) -> Iterator[Recorder]:
+    with Recorder() as recorder:
+        monkeypatch.setattr(offloaded_cache, "synchronize", recorder.synchronize)
+        yield recorder
+    assert not recorder.num_freed_early
 
 
 def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:

@@ -1,12 +1,10 @@
-"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`.
-What is captured, and when."""
+"""What a GPU captures, and when; no step has what a graph cannot hold, see `capture_lint.py`."""
 
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
-import torch
 
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.errors import InputError
@@ -105,13 +103,19 @@ def test_every_rule_is_tripped_by_a_change(line, lengths_on_the_device):
         tokens(LintedPool(), **GAMMAS)
 
 
-def test_a_capture_that_fails_is_one_line_and_a_closed_pool_captures_nothing():
-    pool = CpuPool()
+def test_passes_run_eagerly_where_graphs_have_no_room(lengths_on_the_device, caplog):
+    """A line says so. Another problem ends the run."""
+    how = {"sampling": WARM, "coupled": True, **GAMMAS}
+
+    def pool(problem: str) -> CpuPool:
+        made, first = CpuPool(), [DEFAULT] * 4
+        made.record = Mock(wraps=made.record, side_effect=[*first, RuntimeError(problem)])
+        return made
+
     with pytest.raises(InputError, match="not permitted.* cuda_graphs=False"):
-        pool.run(Mock(side_effect=RuntimeError("not permitted")), torch.zeros(1))
-    pool.is_capturing = False
-    assert pool.run(torch.neg, torch.ones(1)) == -1
-    assert pool.num_graphs == 0
+        tokens(pool("not permitted"), **how)
+    assert tokens(pool("CUDA out of memory"), **how) == tokens(None, **how)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("tree", ["", "1x2"])

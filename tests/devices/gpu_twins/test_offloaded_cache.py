@@ -1,23 +1,11 @@
 """The offloaded cache holds what the full cache holds, to the bit, and nothing but its events keeps
-it so; a prompt read layer by layer leaves what it would leave chunk by chunk.
+it so, see `recorder.py`; a prompt read layer by layer leaves what it would leave chunk by chunk."""
 
-On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
-everything in order, too, but keeps a vector clock for the computation and for the stream of copies,
-notes which bytes every PyTorch operation reads and writes, and reports two operations on the same
-bytes, one of them a write, that no chain of events puts in order.
-"""
-
-import contextlib
 from itertools import pairwise
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minitri.core.model.llama import Layers
-from minitri.core.offload import offloaded_cache
-from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.prefill import prefill
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu import fused_modules
@@ -29,7 +17,6 @@ from tests.devices.gpu_twins.conftest import (
     CONFIG,
     PROMPTS,
     TOKEN,
-    Traffic,
     assert_same,
     check_blocks,
     offloaded,
@@ -37,117 +24,35 @@ from tests.devices.gpu_twins.conftest import (
 )
 
 
-class RecordedEvent:
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder, self._clock = recorder, {}
-
-    def record(self) -> None:
-        self._clock = dict(self._recorder.clock)
-
-    def wait(self) -> None:
-        for stream, time in self._clock.items():
-            self._recorder.clock[stream] = max(self._recorder.clock[stream], time)
-
-
-class Recorder(TorchDispatchMode):
-    """A stream of copies, and a record of who touched which bytes when."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = ("compute", "copies")
-        self.clocks = {name: dict.fromkeys(names, 0) for name in names}
-        self.current = "compute"
-        self.watched: list[tuple[int, int]] = []
-        self.history: list[tuple[int, int, bool, str, int]] = []
-        self.num_ordered = 0
-        """Pairs of operations of both streams on the same bytes that events put in order."""
-
-    @property
-    def clock(self) -> dict[str, int]:
-        return self.clocks[self.current]
-
-    @contextlib.contextmanager
-    def copying(self):
-        queued = self.event()
-        queued.record()
-        self.current = "copies"
-        queued.wait()
-        yield
-        self.current = "compute"
-
-    def event(self) -> RecordedEvent:
-        return RecordedEvent(self)
-
-    def share(self, tensor: torch.Tensor) -> None: ...
-
-    def synchronize(self) -> None:
-        for clock in self.clocks.values():
-            clock |= {name: own[name] for name, own in self.clocks.items()}
-
-    def watch(self, cache: OffloadedFullCache) -> None:
-        tensors = [cache.host_LBSPKD, cache.latest_LBTPKD]
-        tensors += [buffer.kv_BSPKD for buffer in cache.buffers]
-        self.watched = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in tensors]
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.clock[self.current] += 1
-        for argument, schema in zip(args, func._schema.arguments, strict=False):
-            is_write = schema.alias_info is not None and schema.alias_info.is_write
-            for tensor in tree_leaves(argument):
-                if isinstance(tensor, torch.Tensor) and not func.is_view:
-                    self._touch(tensor, is_write)
-        return func(*args, **(kwargs or {}))
-
-    def _touch(self, tensor, is_write: bool) -> None:
-        start = tensor.data_ptr()
-        if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
-            return
-        for start, end in spans(tensor):
-            for low, high, was_write, stream, time in self.history:
-                if low < end and start < high and (is_write or was_write):
-                    assert self.clock[stream] >= time, "both streams use the same bytes"
-                    self.num_ordered += stream != self.current
-            now = self.clock[self.current]
-            self.history.append((start, end, is_write, self.current, now))
-
-
-def spans(tensor) -> list[tuple[int, int]]:
-    """The bytes of a tensor, as intervals: a slice of some tokens leaves out what is between."""
-    starts, length = [tensor.data_ptr()], tensor.element_size()
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(dims):
-        step = stride * tensor.element_size()
-        if len(starts) == 1 and step <= 2 * length:  # dense, but for keys between values
-            length += (size - 1) * step
-        else:
-            starts = [start + i * step for start in starts for i in range(size)]
-    return [(start, start + length) for start in starts]
-
-
 @pytest.mark.parametrize(
     ("method", "on_chip", "tree"),
     [("autoregressive", 0, ""), ("retrieval", 1, ""), ("retrieval", 4, ""), ("naive", 3, "6")],
 )
-def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree, monkeypatch):
+def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree, recorder):
     """Blocks are not kept, buffers keep their layer, and rows are read after the run."""
-    target, recorder = tiny_model(CONFIG), Recorder()
-    monkeypatch.setattr(offloaded_cache, "synchronize", lambda _: recorder.synchronize())
-    with recorder:
-        full = offloaded(on_chip, stream=recorder)
-        recorder.watch(full)
-        for layer in [*range(5)] * 3:
-            full.update(layer, random_block(full, 4))
-        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
-        settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24}
-        settings |= {"method": method, "tree": tree, "draft": near_copy(target, 0.02)}
-        Rig(target, prompts, full=full, num_recent_tokens=60, **settings).run()
-        for layer in range(5):
-            full.update(layer, random_block(full, 4))
-        full.advance([4] * len(prompts))
-        reads = full.held_layers(0) if method == "retrieval" else [full.tokens(0, 0, 9)]
-        for keys, _ in reads:
-            keys.sum()
+    target, full = tiny_model(CONFIG), offloaded(on_chip)
+    for layer in [*range(5)] * 3:
+        full.update(layer, random_block(full, 4))
+    prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
+    settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24}
+    settings |= {"method": method, "tree": tree, "draft": near_copy(target, 0.02)}
+    Rig(target, prompts, full=full, num_recent_tokens=60, **settings).run()
+    for layer in range(5):
+        full.update(layer, random_block(full, 4))
+    full.advance([4] * len(prompts))
+    reads = full.held_layers(0) if method == "retrieval" else [full.tokens(0, 0, 9)]
+    for keys, _ in reads:
+        keys.sum()
     assert recorder.num_ordered > 200
+
+
+def test_memory_is_not_freed_while_copies_use_it(recorder):
+    full = offloaded(1)
+    for layer in range(5):
+        full.update(layer, random_block(full, 4))
+    full.keep_path(0, [3, 2])
+    full.advance([4] * 3)
+    del full  # right after a pass over trees
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
@@ -164,7 +69,7 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
-def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(on_chip):
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(on_chip, recorder):
     """Every step rebuilds here: the pass of the target has each layer on the device anyway."""
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
     settings = {"budget": 24, "rebuild_stride": 1, "gamma2": 2}
@@ -174,11 +79,10 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(on_chip):
 
     def note(rig) -> None:
         longest = full.lengths[0] + rig.speculation.max_block
-        traffic.append((counted.to_device, hosted * longest * TOKEN))
+        traffic.append((recorder.num_copied[full.host_LBSPKD.data_ptr()], hosted * longest * TOKEN))
 
-    with Traffic(full) as counted:
-        rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], **settings)
-        rig.run(note)
+    rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], **settings)
+    rig.run(note)
     # Two layers of five for the next pass; of three, one is left from reading, one from here.
     assert traffic[0][0] <= {5: 7, 3: 3}[hosted] * 90 * TOKEN
     for (before, most), (after, _) in pairwise(traffic):

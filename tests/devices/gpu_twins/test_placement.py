@@ -69,19 +69,22 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
     assert needs.on_host(1) == cache.host_LBSPKD.nbytes
 
 
-def test_captured_passes_are_counted(lengths_on_the_device):
-    """Passes over eight rows, by both rules; their pool keeps the largest activations, too."""
+@pytest.mark.parametrize("on_chip", [1, 0])
+def test_captured_passes_are_counted(on_chip, lengths_on_the_device):
+    """Passes over eight rows, by both rules; their pool keeps the largest activations, too. Of a
+    target whose K and V are in host memory none are captured."""
     config = tiny_config(num_layers=1, vocab_size=1000)
     model = as_on_a_gpu(tiny_model(config))
     speculation = SpeculationConfig("triforce", gamma1=1, gamma2=3, num_recent_tokens=60)
     warm = SamplingParams(0.9, 20, top_p=0.9, min_p=0.01)
     shape = MemoryShape((60,) * 8, warm, GenerationConfig(20), speculation)
-    memory = allocate(Models(model, model, model), shape, graphs=CpuPool())
+    full = None if on_chip else offloaded(0, 8, shape.capacity, config=config)
+    memory = allocate(Models(model, model, model), shape, full=full, graphs=CpuPool())
     with torch.inference_mode(), profile(profile_memory=True) as profiled:
         for coupled in (False, True):
             Stack(memory, replace(shape, speculation=replace(speculation, coupled=coupled)))
     most = max(accumulate(it.nbytes() for it in profiled.profiler.kineto_results.events()))
-    assert 0.7 < most / Demand(config, config, shape, 4).parts(1)["captured passes"] < 1
+    assert 0.7 < most / Demand(config, config, shape, 4).parts(on_chip)["captured passes"] < 1
 
 
 SHAPE = MemoryShape((124928,), SamplingParams(), GenerationConfig(1), TRIFORCE)

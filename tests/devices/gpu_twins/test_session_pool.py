@@ -9,6 +9,7 @@ import pytest
 
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core import memory
+from minitri.files import kv_store
 from tests.conftest import texts_of, tiny_engine
 from tests.core.rigs import GREEDY, random_prompt
 from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
@@ -82,7 +83,7 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
 
 
 @pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
-def test_rows_of_any_filters_that_come_and_go_say_what_they_say_alone(placement, pools):
+def test_rows_of_any_filters_come_and_go_and_say_what_they_say_alone(placement, pools, recorder):
     """As a server's: five requests for two rows of an open run, with open gammas; one is cancelled.
     Captured passes serve all temperatures; penalties and other kinds of filters act outside."""
     engine, lengths = gpu_engine(), partial(GenerationConfig, ignore_eos=True, logprobs=0)
@@ -109,10 +110,29 @@ def test_rows_of_any_filters_that_come_and_go_say_what_they_say_alone(placement,
     assert texts == [alone[0], alone[1][:1], *alone[2:]]
 
 
+@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
+def test_a_text_goes_on_from_files(placement, pools, recorder, tmp_path, monkeypatch):
+    """Of a snapshot or a store, for which K and V that are still on their way are waited for."""
+    monkeypatch.setattr(kv_store, "BLOCK", 32)
+    engine, how = gpu_engine(), {"sampling": WARM, "speculation": TRIFORCE, "seed": 3}
+    engine.model.execution = replace(engine.model.execution, identify=lambda: "its files")
+    how["generation"] = GenerationConfig(8, ignore_eos=True, reserve=300, **placement)
+    talk, ends = random_prompt(engine.config, 90), []
+    open_store = partial(engine.open_kv_store, str(tmp_path), 1 << 30)
+    open_store()
+    talk += [*engine.complete(talk, **how).token_ids, 5]
+    engine.save_kv(tmp_path / "x")
+    for load in (lambda: None, lambda: engine.load_kv(tmp_path / "x"), open_store):
+        engine.release()
+        load()
+        ends.append(engine.complete(talk, **how))
+    assert ends[0].token_ids == ends[1].token_ids == ends[2].token_ids
+    assert [end.row_stats.num_cached_tokens for end in ends] == [0, 82, 64]
+
+
 def begin(engine, lengths, num_events: int):
     prompts = [random_prompt(engine.config, n) for n in lengths]
-    how = {"sampling": WARM, "generation": GenerationConfig(65), "speculation": TRIFORCE}
-    run = engine.generate(prompts, **how)
+    run = engine.generate(prompts, sampling=WARM, speculation=TRIFORCE, max_new_tokens=65)
     for _ in range(num_events):
         next(run)
     return run

@@ -2,12 +2,14 @@
 
 import gc
 from contextlib import nullcontext
+from threading import Thread
 from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
 from minitri.core.graphs import GraphPool
+from minitri.core.memory import room_for
 from minitri.core.offload import streams
 from minitri.core.offload.streams import CopyStream, HostMemory, clock_of
 
@@ -78,10 +80,32 @@ def test_memory_that_cannot_be_locked_is_pinned_by_pytorch_or_is_one_line(
 
 
 def test_a_graph_is_captured_after_warm_ups_and_without_garbage_collection(cuda, monkeypatch):
-    """Other threads may use the GPU meanwhile, as another engine, which allocates memory."""
-    clear, calls = Mock(), []
+    """Other threads' captures, and waits for all streams, come after. Failures leave no stream."""
+    clear, ours, theirs, pool = Mock(), [], [], GraphPool(CUDA)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    replay, output = GraphPool(CUDA).record(lambda: calls.append(gc.isenabled()) or len(calls))
-    assert (calls, output, gc.isenabled()) == ([True, True, False], 3, True)
-    assert (replay, clear.call_count) == (cuda.CUDAGraph().replay, 2)
+    others = [
+        Thread(target=GraphPool(CUDA).record, args=(lambda: theirs.append(gc.isenabled()),)),
+        Thread(target=streams.synchronize, args=(CUDA,)),
+        Thread(target=room_for, args=(MagicMock(device=CUDA), MagicMock())),
+    ]
+
+    def run() -> int:
+        ours.append(gc.isenabled())
+        for thread in others if len(ours) == 3 else ():
+            thread.start()
+            thread.join(0.02)
+        assert not any((theirs, cuda.synchronize.called, cuda.empty_cache.called))
+        return len(ours)
+
+    assert pool.record(run) == (cuda.CUDAGraph().replay, 3)
+    for thread in others:
+        thread.join()
+    assert (ours[2], theirs[2], gc.isenabled(), clear.call_count) == (False, False, True, 4)
+    assert all((cuda.synchronize.called, cuda.empty_cache.called))
     assert cuda.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
+    cuda.graph.return_value.__exit__.side_effect = RuntimeError("invalidated")
+    cuda.reset_mock()
+    with pytest.raises(RuntimeError, match="invalidated"):
+        pool.record(Mock())
+    cuda.set_stream.assert_called_once_with(cuda.current_stream())
+    cuda.current_stream().wait_stream.assert_called_once_with(cuda.Stream())
