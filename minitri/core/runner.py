@@ -172,12 +172,12 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Samples N tokens after each active row's sequence, one by one, by numbers of `source`.
         Returns them (B, N), and the distributions (B, N, V) that they were sampled from."""
-        tokens, probs = list[Tensor](), [self.next_probs(sequences, active).probs_BNV[:, 0]]
-        for i in range(N):
-            if i > 0:
-                probs.append(self.next_probs_after(sequences, tokens, active))
-            places = [len(sequence) + i for sequence in sequences]
-            tokens.append(source.sample(probs[i], places, active))
+        starts = [len(sequence) for sequence in sequences]
+        probs = [self.next_probs(sequences, active).probs_BNV[:, 0]]
+        tokens = [source.sample(probs[0], starts, active)]
+        for i in range(1, N):
+            probs.append(self.next_probs_after(sequences, tokens, active))
+            tokens.append(source.sample(probs[i], [start + i for start in starts], active))
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def read_tree(

@@ -23,7 +23,7 @@ class Archive:
 
     @property
     def earlier(self) -> Path:
-        """The file changed last, except the current one and those `seen`; NOWHERE if none is."""
+        """The newest file except the current one and those in `self.seen`, else NOWHERE."""
         files = {*self.folder.glob("*.json")} - {self._file, *self.seen}
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=NOWHERE)
 

@@ -272,7 +272,7 @@ def are_rows(rows_R: Tensor, N: int) -> bool:
 
 
 def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
-    """Sets cos and sin of a kernel's arguments to a rotary embedding's, each of `count` numbers."""
+    """Points a kernel's cos and sin at those of `rotary`, which must hold `count` numbers each."""
     turns = (rotary.cos, rotary.signed_sin)
     like = (torch.float32, count, True)
     require(*((it.dtype, it.numel(), it.is_contiguous()) == like for it in turns), tensors=turns)

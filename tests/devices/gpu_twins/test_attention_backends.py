@@ -3,7 +3,7 @@ FlashAttention has a stand-in."""
 
 from contextlib import suppress
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -118,6 +118,15 @@ def test_long_blocks_reach_the_flash_kernel_or_the_backend_in_pieces(prefix, mon
         *tensors, lengths = random_case(300, (prefix,), H=6, K=2, D=D, dtype=dtype)
         got = attention_backends.GpuAttention()(*(it.to(DEVICE) for it in tensors), lengths)
         assert (got.cpu() - oracle(*tensors, lengths)).abs().max() < TOLERANCES[dtype]
+
+
+@needs_triton
+def test_a_long_row_among_short_ones_is_read_by_several_programs(monkeypatch):
+    for name in ("attend_piece", "merge_pieces"):
+        monkeypatch.setattr(flash_decoding, name, MagicMock())
+    q, *slots, lengths = random_case(1, (4096, 3, 3), H=8, K=8)
+    flash_decoding.attend_short_block(q, *slots, torch.tensor(lengths))
+    assert flash_decoding.attend_piece.__getitem__.call_args.args == ((1, 8, 24),)
 
 
 FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real size, or of heads

@@ -4,7 +4,7 @@ plain formula. The network with compiled kernels between its matrices equals the
 import functools
 import itertools
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -50,6 +50,21 @@ def test_the_kernel_equals_the_formula(bits, dtype):
         exact = x.double() @ dequantize(*matrix)[:, :E].double().T
         rounding = 0.01 if ON_GPU and dtype != torch.float16 else 4 * torch.finfo(dtype).eps
         assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "least"), [(4, 14), (8, 7)])
+def test_a_matrix_of_few_outputs_has_many_warps_too(bits, least, monkeypatch):
+    """On each of the 132 multiprocessors of an H200, where o_proj of 7B makes 128 tiles."""
+    from minitri.devices.gpu.kernels import weights
+
+    monkeypatch.setattr(weights, "num_processors", lambda device: 132)
+    monkeypatch.setattr(weights, "multiply_tile", kernel := MagicMock())
+    for N in (4096, 12288):
+        weights.multiply(random(3, GROUP), torch.empty(N, GROUP * bits // 8), torch.empty(1, N))
+        rows, columns = kernel.__getitem__.call_args.args[0]
+        num_warps = kernel.__getitem__.return_value.call_args.kwargs["num_warps"]
+        assert rows * columns * num_warps >= 132 * least
 
 
 @pytest.mark.parametrize("bits", [4, 8])
