@@ -40,7 +40,7 @@ class Job:
             self.is_cancelled = True
 
     async def events(self, patience: float | None = None) -> AsyncIterator[Event]:
-        """Yields events of the requests, `Idle` after `patience` seconds of none; raises errors."""
+        """Yields a job's events, `Idle` after `patience` seconds of none; raises queued errors."""
         num_left = len(self.requests)
         while num_left:
             try:
@@ -87,7 +87,7 @@ class Worker:
         report(FaultError(problem), *self._jobs.values(), *self._waiting)
 
     def tick(self) -> None:
-        """To be called at equal intervals: after `NUM_TICKS` without an event all jobs fail."""
+        """To be called at equal intervals; after `NUM_TICKS` calls with no event all jobs fail."""
         self._num_quiet = self._num_quiet + 1 if self._jobs or self._waiting else 0
         if self._num_quiet == NUM_TICKS:
             self.give_up("the model makes no progress; ask again later")
@@ -113,7 +113,7 @@ class Worker:
             self._end_run()
 
     def _start(self, job: Job) -> None:
-        """Submits a job's requests to the current run, or to a new one if their kinds differ."""
+        """Submits a job's requests to the current run, or to a new one if that has another kind."""
         try:
             run = (job.kind == self._kind and self._run) or self._renew(job.kind)
             for request in job.requests:

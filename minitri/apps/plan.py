@@ -80,7 +80,7 @@ def demand_of(args: Namespace) -> Demand:
 
 
 def site_of(args: Namespace) -> Site:
-    """The device to plan for: that of flags, or this machine's GPU, or CPU without host memory."""
+    """The device to plan for: by flags, else this machine's GPU, or CPU (sets host_memory to 0)."""
     if args.gpu is not None:
         if not (site := SITES.get(args.gpu.lower())):
             raise InputError(f"there is no --gpu {shorten(args.gpu, 60)}; see --gpu list")

@@ -28,8 +28,8 @@ class Archive:
         return max(files, key=lambda file: file.stat().st_mtime_ns, default=NOWHERE)
 
     def read(self) -> str:
-        """Returns the text of `earlier`, the latest file not yet read; then `write` makes another.
-        Raises `OSError` or `ValueError`; `write` goes on with its present file then."""
+        """Returns the text of `earlier`, the latest file not yet read; makes a new file the current
+        one. Raises `OSError` or `ValueError`, and leaves the current file as it is then."""
         if (file := self.earlier) == NOWHERE:
             raise ValueError("none is kept")
         self.seen += (file,)

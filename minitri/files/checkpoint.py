@@ -1,9 +1,9 @@
 """Checkpoints, Hugging Face folders or GGUF files: their weights, copied into a `Llama`, and their
-tokenizer: library, special tokens, chat template.
+tokenizers, with special tokens and chat templates.
 
 Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
 A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With another
-target's table a drafter would guess badly with no error, so its files hold a sample to compare."""
+target's table a drafter would guess badly with no error, so its files hold some rows to compare."""
 
 import itertools
 from pathlib import Path
@@ -99,7 +99,7 @@ def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
 
 def check_drafter(model: Llama, target: Llama, path: Path) -> None:
     """Raises `InputError` about `path` unless the drafter `model` was made for the embedding table
-    of this target. The rows of its LM head have to be different tokens, too."""
+    of this target. The rows of its LM head must belong to different tokens, too."""
     config = model.config
     lent = target.config
     assert isinstance(model.lm_head, TrimmedHead)
@@ -153,7 +153,7 @@ def _special_tokens(
     pipeline: tokenizers.Tokenizer, settings: Settings, config: ModelConfig, checkpoint: Checkpoint
 ) -> SpecialTokens:
     """Special tokens of a model. Adds to `pipeline` those that only tokenizer_config.json has.
-    Raises `InputError` if BOS goes in front and is not known, others for wrong settings."""
+    Raises `InputError` if a BOS token is required and unknown, any error for wrong settings."""
     texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)  # no tokenizer.json
     bos = config.bos_token_id
     if "bos_token" in texts:

@@ -44,8 +44,8 @@ def family_fields(kind: str, given: Settings) -> dict[str, Any]:
 
 
 def _sliding_layers(kind: str, given: Settings, layers: range) -> tuple[int, ...]:
-    """Numbers of the `layers` with a sliding window, by settings `given` of a `kind` of model:
-    layer_types, or else all from max_window_layers on but each sliding_window_pattern-th one."""
+    """Numbers of the `layers` with a sliding window, by settings `given` for a family `kind`:
+    `layer_types`, or else from `max_window_layers` on all but each `sliding_window_pattern`-th."""
     options = WINDOWS.get(kind, {"use_sliding_window": False})
     options = {key: given.get(key, default) for key, default in options.items()}
     is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
@@ -92,7 +92,7 @@ def rotary_rows(
 ) -> "Tensor | None":
     """Numbers (rows,) of a tensor's rows in the order that RoPE here expects; None: as stored. In q
     and k, by `name`, rows that rotate together get D/2 apart in a head. A file has them next to
-    each other if `is_paired`, else half of the rotating part apart; the others come last."""
+    each other if `is_paired`, else half of the rotating part apart; unrotated ones come last."""
     from torch import arange, cat  # only here: flags read `FAMILIES` before PyTorch is imported
 
     D = config.head_dim

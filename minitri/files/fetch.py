@@ -84,7 +84,7 @@ def local_path(name: str) -> Path | None:
 
 
 def default_draft(model: str) -> str:
-    """Name or folder of a named model's default drafter; `suffix` if there is none to be had."""
+    """Name or folder of a named model's default drafter; `suffix` (lookup) if it has none here."""
     draft = MODELS[model].draft if model in MODELS else ""
     return draft if draft in MODELS or local_path(draft) else "suffix"
 

@@ -119,8 +119,8 @@ def require(settings: Settings, supported: Settings, name: str) -> None:
 
 def read_sampling(settings: Settings, name: str) -> SamplingParams:
     """The sampling that the generation_config.json of model `name` recommends: greedy if
-    `do_sample` is false; unless it is true, `USUAL` (temperature 0.7, top-p 0.9) has the defaults.
-    Wrong or unsupported settings: a warning, and `USUAL`."""
+    `do_sample` is false. Settings that it lacks are neutral if that is true, else as in `USUAL`
+    (temperature 0.7, top-p 0.9). If any is wrong or unsupported, warns and returns `USUAL`."""
     given = without_null(settings)
     samples = given.get("do_sample")
     base = SamplingParams(1.0) if samples is True else USUAL

@@ -86,7 +86,7 @@ class KVStore:
         self.writer.shutdown()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[Path]:
-        """Paths of the files, stored or not, for each whole block of `tokens`, an owner's text."""
+        """Paths of files, written or not, for the whole blocks of `tokens`, a text of `owner`."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"

@@ -1,6 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-Their configs let programs compute sizes without model files. ORG/NAME@REVISION: an old version."""
+`MODELS` has them by name. Their configs let programs compute sizes without model files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class ModelChoice:
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
     the text stays the same. drafter: as same, and the drafter in 4 bits. Default: int4 of target,
-    unless quantized, and drafter on compiled kernels; of the target on a roomy GPU."""
+    unless quantized, and drafter on compiled kernels; of target on a GPU with much free memory."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -109,7 +109,7 @@ class OpenModel:
         """Loads a model, ready to run, on the compiled CPU kernels if there are such.
         `lender` is the target whose embedding table a drafter without one borrows. With
         `keeps_quantized`, matrices of a GGUF file that kernels can read stay quantized. Raises
-        `InputError` if the files do not fit the config, or the weights memory."""
+        `InputError` if the files do not fit the config, or memory is too small."""
         config, checkpoint, device, ranks = self.config, self.checkpoint, self._device, self._ranks
         make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
         attend = attention_for(device, self._dtype, config, self.choice.attention)

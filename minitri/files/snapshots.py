@@ -121,7 +121,7 @@ def write_snapshot(path: Path, source: HeldRow, model: Llama, note: str) -> int:
 
 
 def check_place(path: Path) -> None:
-    """Raises `ValueError` if another file would be lost by writing a KV snapshot to this path.
+    """Raises `ValueError` if a KV snapshot cannot be in this place, or would replace another file.
     A snapshot may be overwritten; links, devices and files of other programs stay."""
     if not os.access(path.parent, os.W_OK):
         raise ValueError("its folder is missing, or must not be written to")
@@ -145,7 +145,7 @@ def times_of(files: Iterable[Path]) -> dict[Path, int]:
 
 def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
     """Makes a function that returns a digest of files of weights, and `form`, how memory has them.
-    Its first call reads them, 1 s for 2 GB. It raises `InputError` if their times have changed."""
+    Its first call reads them, 2 GB/s; raises `InputError` if times of change in `files` are old."""
 
     @functools.cache
     def fingerprint() -> str:

@@ -67,7 +67,7 @@ def ask(
 
 
 def let_keys_wait() -> None:
-    """Has the terminal keep keys typed during an answer, unseen, for the next question."""
+    """Keeps keys typed during an answer, unseen, for the next question; SIGHUP calls `hang_up`."""
     atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
     tty.setcbreak(0, termios.TCSANOW)
     signal.signal(signal.SIGHUP, hang_up)

@@ -67,7 +67,7 @@ class Chat:
         return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
 
     def obey(self, typed: str) -> str:
-        """Answers a question or obeys a /command; returns a question that failed, to be edited."""
+        """Answers a question or obeys a /command; returns a failed question, for edits, or ""."""
         line = typed.strip()
         is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")

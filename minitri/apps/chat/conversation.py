@@ -57,7 +57,7 @@ class Conversation:
 
     @cached_property
     def _frame(self) -> tuple[str, str, str]:
-        """Texts before the first question, after each answer and question. Raises `InputError`."""
+        """Texts before the first question, after answers, after questions. Raises `InputError`."""
         if self.stops:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -82,7 +82,7 @@ class Conversation:
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
         """A copy with documents added, or replaced, by names in `texts`. Flags (--fit and
-        --max-prompt-tokens) cut the longest to one length. Raises `InputError` if too long."""
+        --max-prompt-tokens) cut long ones to equal length. Raises `InputError` if too long."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
@@ -129,7 +129,7 @@ class Conversation:
         return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of system message, documents and turns, without an end of the last answer."""
+        """Token ids of system message, documents and turns, without what ends the last answer."""
         _, between, after = self._frame
         before = "".join(self.stops)
         ids = [*self.beginning]

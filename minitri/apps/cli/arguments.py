@@ -127,7 +127,7 @@ class OneLineParser(ArgumentParser):
         raise InputError(f"{shorten(message, 400)}; {way}")
 
     def check(self, args: Namespace) -> None:
-        """Raises `InputError` for a flag that lacks another, or has a bad value.
+        """Raises `InputError` for a flag without another that it needs, or with a bad value.
         Warns of a flag without effect."""
         known = self._option_string_actions
         given = {

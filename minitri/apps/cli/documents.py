@@ -43,7 +43,7 @@ def read_apart(content: bytes) -> tuple[str, str]:
 
 
 def answer(question: str) -> tuple[str, str]:
-    """Text and encoding of a file in base64, for the sandbox, in whose process it is called."""
+    """Text and encoding of `question`, a file in base64; called in the process of a sandbox."""
     os.nice(19)
     return _text_of(base64.b64decode(question))
 

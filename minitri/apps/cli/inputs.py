@@ -18,7 +18,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 def find_prompt(args: Namespace) -> tuple[str, str, int | None]:
     """Returns the prompt's text by flags, from a pipe or the demo; " of FILE" or "", for a log
-    line; and the tokens to which `encode` cuts it by default, or None. Raises `InputError`."""
+    line; and to how many tokens `encode` cuts it by default, or None. Raises `InputError`."""
     prompt = args.text if args.prompt is None else args.prompt  # TEXT is --prompt's short form
     if prompt is not None:
         return read_prompt(None, prompt), "", None

@@ -68,7 +68,7 @@ def many(args: Namespace) -> int:
 
 def answered(file: Any, name: str) -> dict[str, bool]:
     """Ids, as JSON, of the answers in an open --output file, and whether each is an error. Locks
-    it, cuts off an incomplete last line. Raises `InputError` if the file is another one."""
+    it, cuts off an incomplete last line. Raises `InputError` for a file of another kind."""
     import fcntl  # a module of Unix
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):

@@ -146,7 +146,7 @@ class Service:
         return f"key {digest}"
 
     async def complete(self, request: Request) -> Response:
-        """Answers a POST to a path of `ENDPOINTS`; until tokenized, its prompts count as a text."""
+        """Answers a POST to a path of `ENDPOINTS`; until tokenized, it counts as one text."""
         client = self._admit(request)
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = await read_body(request, "application/json", limit)

@@ -14,8 +14,8 @@ SECONDS = Histogram("minitri_seconds", "Until a text's first token, or its next"
 
 
 def note(event: Event, started: float, latest: dict[int, float]) -> None:
-    """Counts an event of a call that began at `started`. Reads and updates `latest`, times of the
-    latest token by text. Times are of `time.monotonic`."""
+    """Counts an event of a call that began at `started`. Reads and updates `latest`, the time of
+    the last token of each text, by row. Times are of `time.monotonic`."""
     if isinstance(event, Token):
         now = time.monotonic()
         seconds = SECONDS.labels("next" if event.row in latest else "first")

@@ -147,7 +147,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Chat messages of `items`, the `input` of /v1/responses; joins calls. Raises `ValueError`."""
+    """Converts `items`, the `input` of /v1/responses, to chat messages. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []
@@ -200,7 +200,7 @@ class Call(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """Reads bodies of HTTP requests to one model, and makes the texts that they ask for."""
+    """Reads bodies of HTTP requests to one model; makes `Request`s of the texts that they want."""
 
     engine: Engine
     names: list[str]  # of the model; answers have the first

@@ -1,8 +1,8 @@
 """Parser of a chat's answer: its thinking, content and calls of tools.
 
 Text comes in pieces, cut anywhere, and is passed on at once, except for a possible beginning of a
-tag, and for calls, which are passed on at the end; the pieces of each kind, joined, do not depend
-on the cuts. A grammar lets calls end an answer, and spells them; their arguments may be cut."""
+tag, and for calls, passed on at the end; joined pieces of a kind do not depend on the cuts. By the
+grammar of answers calls come last, in one spelling; the length limit may cut their arguments."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ DECODER = json.JSONDecoder(strict=False)
 
 
 class ToolFormat(NamedTuple):
-    """Syntax in which a family of models writes calls: JSON objects after a tag."""
+    """Syntax in which models of the family `name` write calls: JSON objects after a tag."""
 
     name: str
     opening: str  # tag before a call, or before all calls

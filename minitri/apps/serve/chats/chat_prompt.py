@@ -123,7 +123,7 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
     """JSON Schemas of functions' arguments, by function name. One that is too hard for llguidance
-    becomes any object or, if the function is strict, an `InputError`."""
+    is replaced by that of any object or, if the function is strict, raises `InputError`."""
     from llguidance import LLMatcher
 
     schemas = {}
