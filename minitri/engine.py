@@ -51,7 +51,7 @@ class Engine(AbstractContextManager["Engine"]):
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:
         """Makes an engine of a target `model`. `drafter` or else `draft` guesses tokens, as does
-        `retrieval_model` (None: the target) with a small part of the target's KV cache."""
+        `retrieval_model` (or `model`) with part of the KV cache. Runs take `sampling_defaults`."""
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
@@ -260,7 +260,7 @@ class Engine(AbstractContextManager["Engine"]):
         return len(held.tokens)
 
     def open_kv_store(self, folder: str, num_bytes: int) -> None:
-        """Shares K and V of prompts with other engines by a folder of at most `num_bytes`."""
+        """Shares K and V with other engines by a folder of at most `num_bytes`, until `release`."""
         self._pool.store = KVStore(folder, num_bytes, self.model)
 
     def release(self) -> None:

@@ -33,7 +33,7 @@ class Job:
         self._events = asyncio.Queue[Event | Exception]()
 
     def put(self, event: Event | Exception) -> None:
-        """Queues an event for the caller; may be called by any thread."""
+        """Queues an event, or an error, for the caller; may be called by any thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop has ended

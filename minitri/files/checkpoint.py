@@ -3,7 +3,7 @@ tokenizers, with special tokens and chat templates.
 
 Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
 A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With another
-target's table a drafter would guess badly with no error, so its files hold some rows to compare."""
+target's table a drafter would guess badly with no error, so its files hold rows of the true one."""
 
 import itertools
 from pathlib import Path

@@ -125,7 +125,7 @@ def _hub_snapshot(repo: str, **options: bool) -> Path:
 
 
 def _download(repo: str, *patterns: str, local_only: bool = False, progress: bool = False) -> Path:
-    """Fetches or updates files of a hub repository, by their patterns; returns their folder.
+    """Fetches or updates files of a hub repository that match `patterns`; returns their folder.
     With `local_only` it fetches none. Raises `InputError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars

@@ -95,7 +95,7 @@ class KVStore:
 
     def _read(self, path: Path) -> FullCache:
         """Reads one stored file with K and V of a block of tokens. Raises `OSError`, `InputError`.
-        Deletes it if it is damaged or has another block's name, so `write` can store it again."""
+        Deletes it if it is damaged or of another block, so that `write` can store it again."""
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
         try:

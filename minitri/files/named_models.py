@@ -64,6 +64,6 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:
-    """The named models as a text table for `--list-models`, and the families of others."""
+    """The named models as a text table for `--list-models`, and the families of models that run."""
     rows = [line[: _TABLE[0].index("kind")].rstrip() for line in _TABLE]
     return "\n".join([*rows, f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"])

@@ -64,7 +64,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
 
 def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
     """Makes a tokenizer of a tokenizer.model, `data`. `space` is where it adds one: before a text
-    ("first"), also what follows control tokens ("always"), or "never". Raises `ValueError`."""
+    ("first"), also after control tokens ("always"), or "never". Raises `ValueError`."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # slow
 
     model = ModelProto.FromString(data)

@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A question and its answer as token ids, or the beginning of one."""
+    """A question, and its answer, or the beginning of one, as token ids."""
 
     question: str
     token_ids: Sequence[int] = ()  # of the answer, without an end-of-sequence token

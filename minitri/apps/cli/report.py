@@ -84,7 +84,7 @@ def tokens(number: int) -> str:
 
 
 def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A text table with a heading; of the `columns`, parted by spaces, those that a row has."""
+    """A text table with a heading; of the `columns`, separated by spaces, those that a row has."""
     names = [name for name in columns.split() if any(name in row for row in rows)]
     lines = []
     for row in [{name: name.removeprefix("num_").replace("_", " ") for name in names}, *rows]:

@@ -190,7 +190,7 @@ class ResponseWriter(Writer):
         return self._event("failed")
 
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
-        """Yields the stream's events for one event of the text, which `parser` splits."""
+        """Yields the stream's events for one event of the run, whose text `parser` splits."""
         if not self._number:
             yield self._event("created")
             yield self._event("in_progress")

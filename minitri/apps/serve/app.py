@@ -242,7 +242,7 @@ class Service:
 
 
 class Connection(H11Protocol):
-    """A uvicorn connection with limits: number, and time to send a request or to read answers."""
+    """A uvicorn connection with limits on how many are open, and on the time to send or read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -254,7 +254,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads data; the connection's time limit runs until all headers have come.
-        uvicorn's own method ends it at the first byte."""
+        uvicorn's own method ends that limit at the first byte."""
         self.conn.receive_data(data)
         self.handle_events()
 

@@ -127,8 +127,8 @@ class GgufFile:
         }
 
     def has_at_most(self, bits: int) -> bool:
-        """Whether the CPU kernels can read all matrices, and a weight has at most `bits` in layers,
-        and 8 in embedding table and LM head."""
+        """Whether CPU kernels can read all matrices, and these have at most `bits` bits per weight
+        in layers, and 8 in embedding table and LM head."""
         return all(
             FORMS.get(stored.type.name, Form.PLAIN).bits <= (bits if ".layers." in name else 8)
             for name, stored in self._tensors.items()

@@ -1,6 +1,6 @@
 """Strict JSON objects as pydantic models: base class, messages and tools of a chat.
 
-Values are not converted: true is no number. What is wrong is one line for the client."""
+Values are not converted: true is no number. An error is one line for the client."""
 
 import json
 from difflib import get_close_matches
@@ -81,7 +81,7 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
 
 
 class Part(Body, extra="ignore"):
-    """Part of a chat message's content, such as a text."""
+    """Part of a chat message's content: a text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str

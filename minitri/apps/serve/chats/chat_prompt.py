@@ -64,7 +64,7 @@ class ChatPrompt:
         }
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of an answer that calls functions or has `form`, if any. Raises `InputError`."""
+        """Grammar of answers that call functions or have `form`, if given. Raises `InputError`."""
         if not self._form:
             return form
         if form and not form.kind.startswith("json"):
