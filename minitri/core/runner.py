@@ -276,7 +276,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides windows before a step; refills those of active rows that lack over a block."""
+        """Slides windows before a step; refills those of active rows that lack more than a block."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):

@@ -30,8 +30,8 @@ class ModelChoice:
     Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: int4 of target,
-    unless quantized, and drafter on compiled kernels; of the target on a roomy GPU."""
+    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: on compiled
+    kernels int4 of drafter and unquantized target; on a roomy GPU int4 of target."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -165,7 +165,7 @@ class RetrievalCache(Cache):
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
         """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last.
-        The policy scores them by the latest queries and `query_HD`; sinks and recent ones stay."""
+        The policy scores them by the latest queries and `query_HD`; sinks and recent chunks stay."""
         if layer in self._windowed:
             return
         M = self._settings.chunk_size
@@ -207,6 +207,7 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
+        """Copies new K and V for layers with a sliding window; without such (0) does nothing."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

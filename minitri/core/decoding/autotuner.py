@@ -54,7 +54,7 @@ class Autotuner:
 
     def choose(self) -> StepPlan:
         """The plan of the next step, by predicted speed. Unless the retrieval cache is built, the
-        first plan that uses it comes after a step by `plans[0]`, whose pass fills it."""
+        first plan that uses it comes after a step by `plans[0]`, whose pass fills the cache."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)

@@ -71,7 +71,7 @@ class Level(Stage):
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Proposes `gamma` or more tokens after active rows' sequences, own or verified."""
+        """Proposes `gamma` or more tokens, own or verified, after active rows' sequences."""
         if not self.below:
             return self._draft(sequences, active)
         probs: list[list[Tensor]] = [[] for _ in sequences]

@@ -73,7 +73,7 @@ class Proposal:
         return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
 
     def emitted(self, verdict_BX: Tensor) -> Rows:
-        """Lists of a verdict by `Verdict.packed`: each row's accepted guesses and next token.
+        """A tensor of `Verdict.packed` as lists: each row's accepted guesses and next token.
         A row whose p or q is not finite gets none. The host waits for the device."""
         return [
             [*tokens[:n], last] if is_finite and b not in self.failed else []
