@@ -49,7 +49,7 @@ class RetrievedRow:
 
 
 class RetrievalCache(Cache):
-    """KV cache of `budget` relevant tokens of each row of a full cache, and of one new block."""
+    """KV cache of `budget` relevant tokens of each row of a full cache, and of new tokens."""
 
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
@@ -207,7 +207,7 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
-        """Copies new K and V for layers with a sliding window; without such (0) does nothing."""
+        """Copies row b's new K and V of the full cache to layers with a sliding window, if any."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

@@ -62,7 +62,7 @@ class Proposal:
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def padded(self, numbers_BN: Tensor, N: int, V: int) -> tuple[Tensor, "Guesses"]:
-        """Random numbers `numbers_BN` and the guesses, padded to N per row and V tokens."""
+        """Pads random numbers and guesses to N guesses per row, their distributions to V tokens."""
         tokens_BN = self.tokens_BN
         q_BNV = self.probs_BNV
         pad = N - tokens_BN.shape[1]
