@@ -165,7 +165,7 @@ class RetrievalCache(Cache):
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
         """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last.
-        The policy scores them by the latest queries and `query_HD`; sinks and recent chunks stay."""
+        The policy scores by the latest queries and `query_HD`; sinks and recent chunks stay."""
         if layer in self._windowed:
             return
         M = self._settings.chunk_size
