@@ -51,7 +51,7 @@ class Passes:
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of its N guesses.
-        `packed_4BT` of `pack_block`: ids, positions, slots, output places; `mask_TT`: of trees."""
+        The block is packed by `pack_block`; `mask_TT`: which token of a tree sees which."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]

@@ -191,7 +191,7 @@ class Stack:
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def predictor_for(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
-        """A function of stage and number of guesses: seconds of a round over texts of `lengths`."""
+        """A function of stage and number of guesses: predicted seconds over texts of `lengths`."""
         draft = self.memory.runners.get("draft")
         target = self.target
         work = Workload(

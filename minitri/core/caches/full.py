@@ -71,7 +71,7 @@ class HeldRow:
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[KV]:
-        """Restores overwritten slots; yields by layer K, V (K, T, D) of T = `num_tokens` tokens."""
+        """Restores overwritten slots; yields by layer K, V (K, T, D) of first T = `num_tokens`."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
