@@ -197,7 +197,7 @@ def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` for a wrong batch size, or for `fields` that a request should have."""
+    """Raises `InputError` for a wrong batch size, or for `fields` that only requests may set."""
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
     if names := fields.keys() & TEXT_FIELDS:

@@ -68,7 +68,7 @@ def weights_per_pass(config: ModelConfig) -> int:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights; a table that is also LM head counts once, one lent by a target not."""
+    """Number of weights; a tied embedding table counts once, a table shared with a target not."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
@@ -92,7 +92,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
 
 
 def default_copy_bits(config: ModelConfig, num_free: float) -> int:
-    """Bits for a quantized copy of the weights: 4 if it takes <= `num_free` / 10 bytes, else 0."""
+    """Bits of a quantized copy of the weights: 4 if <= a tenth of `num_free` free bytes, else 0."""
     return 4 if copy_bytes(config, 4) <= num_free / 10 else 0
 
 

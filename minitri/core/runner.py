@@ -51,7 +51,7 @@ class Passes:
         self, packed_4BT: Tensor, guesses_BN: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of its N guesses.
-        `packed_4BT` of `pack_block`: ids, positions, slots, output places; `mask_TT`: of trees."""
+        The block is packed by `pack_block`; `mask_TT`: which token of a tree sees which."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]
@@ -156,7 +156,7 @@ class ModelRunner:
         return output
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Reads the last of the tokens, each (B,), that were drafted after active rows' sequences.
+        """Reads `drafted[-1]`, (B,), the latest of the tokens drafted after active rows' sequences.
         Returns the distributions (B, V) after it."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
         paths = None
@@ -239,7 +239,7 @@ class ModelRunner:
         return all(row.temperature == 0 or row.form == form for row in self.sampling)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: adds active rows' new tokens to cache and filters (penalties, grammar)."""
+        """Before a step: active rows' accepted tokens go to a retrieval cache and text filters."""
         self.cache.take_committed(active)
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters and on:
@@ -276,7 +276,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides windows before a step; refills those of active rows that lack over a block."""
+        """Before a step: refills active rows that lack over `max_block` tokens; slides windows."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):

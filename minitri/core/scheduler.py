@@ -61,7 +61,7 @@ class Scheduler:
     def next_request(self) -> RequestState | None:
         """The waiting request to admit next, or None if none can be admitted now.
         First come clients with the fewest rows of the batch, then the client whose latest admission
-        was longest ago; of a client the oldest request, if `is_open` mostly the shortest, and
+        was longest ago; of a client the oldest request. If `is_open` mostly the shortest, and
         unread prompts longer than `shared_chunk` get at most half of the batch."""
         if len(self.admitted) == self._num_rows:
             return None

@@ -20,7 +20,7 @@ class MemoryShape:
 
     @property
     def stages(self) -> set[str]:
-        """The stages that guess in any plan, of `draft` and `retrieval`."""
+        """Names of the stages that guess in at least one plan, of `draft` and `retrieval`."""
         return {stage for plan in self.speculation.plans for stage in plan.proposers}
 
     @property

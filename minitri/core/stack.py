@@ -191,7 +191,7 @@ class Stack:
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def predictor_for(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
-        """A function of stage and number of guesses: seconds of a round over texts of `lengths`."""
+        """A function of stage and number of guesses: predicted seconds over texts of `lengths`."""
         draft = self.memory.runners.get("draft")
         target = self.target
         work = Workload(
@@ -213,7 +213,7 @@ class Stack:
             self.tuner.predict_seconds = self.predictor_for(lengths)
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
+        """A cascade over rows from the first to the last of `rows`, or more, and its first row."""
         span = slice(min(rows), max(rows) + 1)
         is_fixed = self.memory.graphs or self.memory.full.is_hosted  # rows cannot be cut
         if is_fixed or span == slice(0, len(self.sequences)):
@@ -221,7 +221,7 @@ class Stack:
         return self.cascade.of_rows(span), span.start
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates the retrieval cache by what the target `emitted`, by row, and adds errors."""
+        """Updates the retrieval cache by `emitted` tokens; rows whose update fails get an error."""
         cache = self.memory.retrieval_cache
         if cache:
             cache.is_wanted = self.tuner.wants_retrieval

@@ -154,7 +154,7 @@ def _special_tokens(
 ) -> SpecialTokens:
     """Special tokens of a model. Adds to `pipeline` those that only tokenizer_config.json has.
     Raises `InputError` if a BOS token is required and unknown, any error for wrong settings."""
-    texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)  # no tokenizer.json
+    texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)  # raw: no JSON file
     bos = config.bos_token_id
     if "bos_token" in texts:
         bos = pipeline.token_to_id(texts["bos_token"])

@@ -30,8 +30,8 @@ class ModelChoice:
     Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: int4 of target,
-    unless quantized, and drafter on compiled kernels; of target on a GPU with much free memory."""
+    the text stays the same. drafter: as same, and the drafter in 4 bits. Default: on compiled
+    kernels int4 of drafter and unquantized target; on a GPU with much free memory of target."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

@@ -98,7 +98,7 @@ def start_run(
         generation=taken(GenerationConfig, args),  # only fields of runs count here
         speculation=speculation_of(args, hottest),  # timed if greedy and without --seed
     ) as run:
-        if held := engine.held_tokens:  # --load-kv's: the run took earlier texts'
+        if held := engine.held_tokens:  # of --load-kv: all others are the run's
             used = max(num_common(held, state.prompt_ids) for state in run.rows)
             log.info(f"--load-kv: prompts begin with up to {used} of its {len(held)} tokens")
         yield run

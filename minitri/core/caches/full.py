@@ -51,7 +51,7 @@ class FullCache(Cache):
         return keys.index_select(2, places_T), values.index_select(2, places_T)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
-        """Writes a layer's K and V of T tokens into empty row b; call `restore` after the last."""
+        """Writes a layer's K, V of T tokens to empty row b; call `restore` after the last layer."""
         for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
@@ -71,7 +71,7 @@ class HeldRow:
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[KV]:
-        """Restores overwritten first slots; yields by layer K, V (K, T, D) of T = `num_tokens`."""
+        """Restores overwritten slots; yields by layer K, V (K, T, D) of first T = `num_tokens`."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):

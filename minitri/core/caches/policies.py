@@ -36,7 +36,7 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """Called when row b's text has grown to `end` tokens, with queries of its last T ones.
+        """Called when `full` holds row b's first `end` tokens, with rotated queries of T new ones.
         `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
 
     def reset(self, b: int) -> None:

@@ -30,7 +30,7 @@ class PrefixCache:
     """Finds K and V of a prompt's first tokens in rows of a cache, a snapshot file, a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """Other rows' passes write to the first `num_guarded` slots of an empty row of `full`.
+        """Saves the first `num_guarded` slots of ended texts: other rows' passes overwrite these.
         Without `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
@@ -77,7 +77,7 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_row(self, free_rows: list[int], prompt: Tokens, owner: str) -> int:
-        """The free row with most tokens of a prompt of `owner`, minus the tokens lost there."""
+        """The free row with most tokens of `owner`'s prompt, minus others, which would be lost."""
         rows = [self._ended[b] for b in free_rows]
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
@@ -111,7 +111,7 @@ class PrefixCache:
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
-        """Copies K and V of the first `num_tokens` of `source` to row b, unless it is that row."""
+        """Copies K and V of `source`'s first `num_tokens` to row b, unless `source` is that row."""
         for layer, pair in enumerate(source.layers(num_tokens)):
             if (source.full, source.b) != (self._full, b):
                 self._full.write(layer, b, *pair)

@@ -49,7 +49,7 @@ class RetrievedRow:
 
 
 class RetrievalCache(Cache):
-    """KV cache of `budget` relevant tokens of each row of a full cache, and of one new block."""
+    """KV cache of `budget` relevant tokens of each row of a full cache, and of new tokens."""
 
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
@@ -165,7 +165,7 @@ class RetrievalCache(Cache):
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
         """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last.
-        The policy scores them by the latest queries and `query_HD`; sinks and recent ones stay."""
+        The policy scores by the latest queries and `query_HD`; sinks and recent chunks stay."""
         if layer in self._windowed:
             return
         M = self._settings.chunk_size
@@ -207,6 +207,7 @@ class RetrievalCache(Cache):
             self.hold(b, min(used + count, row.budget), row.num_committed)
 
     def _copy_window(self, b: int) -> None:
+        """Copies row b's new K and V of the full cache to layers with a sliding window, if any."""
         end = self._full.lengths[b]
         start = max(self.rows[b].num_committed, end - self._window)
         if start == end:

@@ -53,8 +53,8 @@ class Autotuner:
         self.num_left = math.inf  # tokens that a row may still get, on average
 
     def choose(self) -> StepPlan:
-        """The plan of the next step, by predicted speed. Unless the retrieval cache is built, the
-        first plan that uses it comes after a step by `plans[0]`, whose pass fills it."""
+        """The plan of the next step, by predicted speed. Before the first one that needs the
+        retrieval cache, if that is not built, comes `plans[0]`, whose step builds it."""
         if not self._use_clock or "target" in self._factors:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
@@ -104,7 +104,7 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, setup: dict[str, float]) -> float:
-        """Predicted tokens/s, with a bonus for idle stages, counting `setup` seconds by stage."""
+        """Predicted tokens/s, with a bonus for idle stages; `setup`: seconds to make each ready."""
         num_steps = max((0, *(self._num_unused[stage] for stage in plan.proposers)))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
         seconds = sum(setup[stage] for stage in plan.proposers)
@@ -121,5 +121,5 @@ class Autotuner:
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:
-    """Expected tokens of a round: accepted guesses, by their rate, and the verifier's own token."""
+    """Expected tokens of a round: guesses accepted at `rate`, and one token of the verifier."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)

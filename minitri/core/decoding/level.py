@@ -49,7 +49,7 @@ class Stage:
         """Captures, before the first step, the CUDA graphs that this stage needs in these plans."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: caches, and counts for penalties, take the new tokens of active rows."""
+        """Before a step: updates the stage's state, such as a cache, by active rows' new tokens."""
 
     def crop(self, lengths: list[int]) -> None:
         """Drops state after the first `lengths[b]` tokens of each row b: the rest was rejected."""
@@ -71,7 +71,7 @@ class Level(Stage):
         self.source = source  # random numbers, and the rule of verification
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Proposes `gamma` or more tokens after active rows' sequences, own or verified."""
+        """Proposes `gamma` tokens or more per active row: own, or verified if a stage is below."""
         if not self.below:
             return self._draft(sequences, active)
         probs: list[list[Tensor]] = [[] for _ in sequences]

@@ -42,7 +42,7 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Numbers (B, N + 1) for N tests and a token: uniforms (float64), or Gumbel keys (int64).
+        """Random numbers (B, N + 1) of N tests and a token: float64 uniforms or int64 Gumbel keys.
         Row b has `counts[b]` guesses, from position `starts[b]` on; inactive rows draw none."""
         raise NotImplementedError
 

@@ -87,7 +87,7 @@ def filtered_probs(
 
 
 def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
-    """The lowest score (N, 1) that top-p keeps, in the smallest set of tokens of mass `top_p`.
+    """The lowest of the scaled logits `scores_NV` that top-p keeps in each row: (N, 1).
     `sort_all` sorts whole rows, without a host sync; else the likeliest tokens are tried first."""
     V = scores_NV.shape[-1]
     log_totals_N1 = scores_NV.logsumexp(-1, keepdim=True)
@@ -174,7 +174,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """Keys of Gumbel noise at positions, int64; hash(seed + position) would repeat at seed + 1."""
+    """Int64 keys of Gumbel noise at positions; `seed` is hashed, so near seeds share no keys."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 

@@ -154,7 +154,7 @@ def paths_of(
     above: Rows | None = None,
 ) -> list[Rows]:
     """For each row and place n of its block of guesses the tokens before it that its filters have
-    not counted: new ones of its sequence, then `block[:n]`, in a tree its guesses at `above[n]`.
+    not counted: new ones of its sequence, then `block[:n]` (trees: `block[i]`, i in `above[n]`).
     [] for rows that have no filters or are not active."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):

@@ -62,7 +62,7 @@ class Proposal:
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def padded(self, numbers_BN: Tensor, N: int, V: int) -> tuple[Tensor, "Guesses"]:
-        """Random numbers `numbers_BN` and the guesses, padded to N per row and V tokens."""
+        """Pads random numbers and guesses to N guesses per row, their distributions to V tokens."""
         tokens_BN = self.tokens_BN
         q_BNV = self.probs_BNV
         pad = N - tokens_BN.shape[1]
@@ -73,7 +73,7 @@ class Proposal:
         return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
 
     def emitted(self, verdict_BX: Tensor) -> Rows:
-        """Lists of a verdict by `Verdict.packed`: each row's accepted guesses and next token.
+        """A tensor of `Verdict.packed` as lists: each row's accepted guesses and next token.
         A row whose p or q is not finite gets none. The host waits for the device."""
         return [
             [*tokens[:n], last] if is_finite and b not in self.failed else []

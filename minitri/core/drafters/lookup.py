@@ -81,7 +81,7 @@ class GrowingText:
 
 
 class LookupDrafter(Stage):
-    """Stage of the cascade that guesses by lookup in the text, for B rows."""
+    """Stage that guesses by lookup in each row's text, for the rows and vocabulary of `target`."""
 
     def __init__(self, meter: Meter, target: ModelRunner) -> None:
         super().__init__("draft", meter)

@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 class PluggedDrafter(Stage):
-    """Stage of the cascade that asks a user's `Drafter`, and samples under each row's filters."""
+    """Stage that samples from a user's `Drafter` by each row's settings and filters in `target`."""
 
     def __init__(
         self, meter: Meter, target: ModelRunner, source: RandomSource, drafter: Drafter

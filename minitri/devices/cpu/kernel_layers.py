@@ -302,6 +302,6 @@ def quantized_copy(model: Llama) -> Llama:
 
     factories: Factories = {
         **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
-        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),  # with its addresses
+        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),  # its own addresses
     }
     return copy_with(model, factories)
