@@ -64,7 +64,7 @@ class TreeShape:
 
 @cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The shape of a plan's tree: for "4x3" 4 sequences of 3, for "16" the best of 16 guesses."""
+    """The shape of `plan.tree`: "4x3" is 4 sequences of 3 guesses, "16" the best tree of 16."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
