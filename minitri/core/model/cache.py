@@ -89,7 +89,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def take_committed(self, active: Sequence[bool]) -> None:
-        """In a retrieval cache: copies active rows' accepted K and V from the full one."""
+        """In a retrieval cache, copies active rows' accepted K and V from the full one."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""

@@ -111,7 +111,7 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """How many rows PyTorch should multiply with a (N, E) matrix at once, so that a row's bits do not
+    """How many rows PyTorch must multiply with a (N, E) matrix at once, so that a row's bits do not
     depend on the others; None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in
     another order; a test with random numbers finds whether it does, for each `num_threads`."""
     seeded = torch.Generator().manual_seed(0)
