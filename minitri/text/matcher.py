@@ -98,8 +98,8 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema with llguidance's `options`, and a limit of white space, which some models
-    never end. Raises `ValueError` for a number that llguidance rounds, unless `lenient` is true."""
+    """The JSON schema `text` with llguidance's `options`, and a limit of white space, which some
+    models never end. Raises `ValueError` for numbers that llguidance rounds, unless `lenient`."""
     schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
         return text

@@ -150,7 +150,7 @@ class Tokenizer:
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
-    """Raises `InputError` unless two tokenizers agree on every token that both have."""
+    """Raises `InputError`, about `draft_name`, unless tokenizers agree on all tokens of both."""
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:

@@ -82,7 +82,7 @@ def sequences(width: int, depth: int) -> TreeShape:
 
 
 def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
-    """The tree of at most `num_nodes` guesses with the most expected tokens per round.
+    """The tree of at most `num_nodes` guesses and `max_depth` with most expected tokens a round.
     `rates[r]`, the acceptance rate of r-th children, must not rise with r, so that the nodes with
     the highest chance of acceptance make a tree."""
 

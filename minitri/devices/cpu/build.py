@@ -143,7 +143,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], *arguments: str) -> str:
-    """Runs a compiler for `architecture()`; returns its output. Raises `OSError`, `InputError`."""
+    """Output of a compiler with `arguments` and -march. Raises `OSError`, `InputError`."""
     wanted = architecture()
     for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
         command = [*compiler, *target, "-x", "c++", *arguments]
