@@ -99,7 +99,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     """A 4-bit copy of a drafter; itself if `wanted` is "same", or no CPU kernels compute it.
-    With kernels, if `config.is_plain`, it gets `execution.draft_round`: N guesses in one call."""
+    If kernels can, the result's `execution.draft_round` guesses N tokens in one call."""
     if not model.execution.is_row_invariant:
         return model
     copy = model

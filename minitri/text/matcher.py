@@ -65,7 +65,7 @@ class GrammarMatcher:
         return error_of(self._matcher.get_error())
 
     def _read(self, path: Tokens) -> bool:
-        """Replaces the guesses that the library has read by `path`, as far as the grammar allows.
+        """Makes the library read `path` in place of earlier guesses, as far as the grammar allows.
         Returns whether all of `path` is allowed and has no end token."""
         common = num_common(path, self._path)
         self._matcher.rollback(len(self._path) - common)
@@ -98,8 +98,8 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
 
 
 def schema_text(text: str, **options: object) -> str:
-    """Adds llguidance's `options` to a JSON schema, and a limit of white space, which some models
-    never end. Raises `ValueError` for a number that llguidance rounds, unless `lenient` is true."""
+    """The JSON schema `text` with llguidance's `options`, and a limit of white space, which some
+    models never end. Raises `ValueError` for numbers that llguidance rounds, unless `lenient`."""
     schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
         return text
@@ -120,7 +120,7 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 
 
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
-    """Makes an `LLMatcher` of a grammar over a vocabulary, by `lexicon_of`. Raises `InputError`."""
+    """An `LLMatcher` of a grammar over `lexicon`, a result of `lexicon_of`. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
@@ -153,7 +153,7 @@ compile_long = lru_cache(4)(compile_grammar)
 
 @lru_cache(32)
 def probe(source: str) -> str:
-    """Compiles a grammar, in llguidance's JSON, in a process within limits; its error, or ""."""
+    """Compiles a grammar (llguidance's JSON) in a process with limits; returns its error, or ""."""
     try:
         return SANDBOX.ask(source)
     except ValueError as error:

@@ -28,7 +28,7 @@ def prepare_all(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> 
 
 def prepare(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> RequestState:
     """Checks a request, encodes its prompt, and draws a missing seed, the same one on all ranks.
-    `number` is the place of the request in the run, `row` of its events. Raises `InputError`."""
+    `number` is the place of the request in the run: its events' `row`. Raises `InputError`."""
     expect(request, Request)
     prompt_ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)

@@ -30,7 +30,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> list[Any]:
-    """Converts the items of a list, tensor or the like. Raises `InputError` for other prompts."""
+    """The items of a list, tensor or the like, converted. Raises `InputError` for other prompts."""
     try:
         if not isinstance(prompt, bytes | Mapping | Set):
             return [convert(item) for item in prompt]

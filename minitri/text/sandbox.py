@@ -21,7 +21,7 @@ class Sandbox:
 
     def __init__(self, kind: str, seconds: float, num_bytes: int, max_idle: int = 1) -> None:
         """Limits each answer to `seconds` of CPU time, and a process to `num_bytes` of memory.
-        `kind` is a function of sandbox_program.py that answers, or a module with a function
+        `kind` names a function of sandbox_program.py that answers, or a module with a function
         `answer`. At most `max_idle` processes wait for later questions."""
         self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
         self._excess = f"it takes more than {seconds:g} s, or too much memory"

@@ -3,7 +3,7 @@
 One record is made of all files that name such tokens. The first that says anything decides:
 
 * in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS, where
-  sentencepiece cuts words, or (GGUF) a rule in `WITH_BOS`. Nothing is added at the end of a text
+  sentencepiece or (GGUF) a rule in `WITH_BOS` cuts words. Nothing is added at the end of a text
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
   `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it
@@ -50,8 +50,8 @@ def add_tokens(
     pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], *, is_raw: bool
 ) -> dict[str, str]:
     """Adds control tokens to a pipeline by `settings`, a tokenizer_config.json. Returns spellings
-    by names such as bos_token. With `is_raw` they are found before a text is normalized, else by
-    their flags. Raises `ValueError` for a token with two ids."""
+    by names such as bos_token. `is_raw`: the tokens are found in texts before these are normalized,
+    else their flags decide. Raises `ValueError` for a token with two ids."""
     if isinstance(extra := settings.get("extra_special_tokens"), dict):  # tokens with other names
         settings = {**settings, **extra, "extra_special_tokens": ()}
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])

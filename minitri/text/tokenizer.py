@@ -123,8 +123,8 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:
-        """UTF-8 of successive tokens, maybe cut inside a character; of control tokens only those of
-        ids in `shown`. The space that sentencepiece puts in front is kept."""
+        """UTF-8 of successive tokens, maybe cut inside a character; of control tokens only those
+        with ids in `shown`. The space that sentencepiece puts in front is kept."""
         return b"".join(
             self.token_bytes(token) for token in ids if token not in self._hidden or token in shown
         )
@@ -150,7 +150,7 @@ class Tokenizer:
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:
-    """Raises `InputError` unless two tokenizers agree on every token that both have."""
+    """Raises `InputError`, about `draft_name`, unless tokenizers agree on all tokens of both."""
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:
@@ -172,7 +172,7 @@ class StreamDetokenizer:
         stop: Sequence[str] = (),
         shown: Container[int] = (),
     ) -> None:
-        """Makes a detokenizer of an output that ends before the first of the strings `stop`.
+        """For the output after `prompt_ids`, which ends before the first of the strings `stop`.
         `shown` are ids of control tokens that the text spells out, while others are left out."""
         self._tokenizer, self._shown = tokenizer, shown
         self._stop = stop

@@ -96,9 +96,9 @@ def walk(
 
 
 class TreeLevel(Level):
-    """A stage that guesses trees where the step's plan has one, and verifies chains and trees."""
+    """A cascade level that guesses trees or chains, as a step's plan says, and verifies either."""
 
-    source: IndependentSource | CoupledSource
+    source: IndependentSource | CoupledSource  # of random numbers
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         super().capture(plans)
@@ -149,8 +149,8 @@ class TreeLevel(Level):
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
         """Draws `num_children` tokens from the distribution at `place` of `output`'s row b, without
-        replacement; at temperature 0 the likeliest; of a `CoupledSource` those of the highest
-        scores log p + Gumbel noise at their `position` in the text."""
+        replacement; at temperature 0 the likeliest; with a `CoupledSource` those with the highest
+        scores log p + Gumbel noise of the children's `position` in the text."""
         probs_V = output.probs_BNV[b, place]
         if self.runner.sampling[b].temperature == 0:
             return likeliest(output.filtered_BNV[b, place], num_children)
@@ -162,8 +162,8 @@ class TreeLevel(Level):
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        """The accepted nodes of row b's tree, without the root, and the next token: decided by the
-        source's numbers. `probs_NV`: p after each node; `start`: length of the row's text."""
+        """The accepted nodes of row b's tree, without the root, and the next token, by random
+        numbers of `source`. `probs_NV`: p after each node; `start`: length of the row's text."""
         if isinstance(self.source, CoupledSource):  # the noise of a position decides its token
             positions_N = start + torch.tensor(proposal.shape.depths)
             keys_N = self.source.keys(b, positions_N).to(probs_NV.device)

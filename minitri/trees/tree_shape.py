@@ -64,7 +64,7 @@ class TreeShape:
 
 @cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The shape of a plan's tree: for "4x3" 4 sequences of 3, for "16" the best of 16 guesses."""
+    """The shape of `plan.tree`: "4x3" is 4 sequences of 3 guesses, "16" the best tree of 16."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
@@ -82,7 +82,7 @@ def sequences(width: int, depth: int) -> TreeShape:
 
 
 def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
-    """The tree of at most `num_nodes` guesses with the most expected tokens per round.
+    """The tree of at most `num_nodes` guesses and `max_depth` with most expected tokens a round.
     `rates[r]`, the acceptance rate of r-th children, must not rise with r, so that the nodes with
     the highest chance of acceptance make a tree."""
 

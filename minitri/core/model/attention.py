@@ -30,8 +30,8 @@ def attend_math(
     mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """Reference attention, (B, T, H, D), in float32 or better. Row b's queries see its first
-    `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
+    """Reference attention (B, T, H, D), in float32 or better; ignores `lengths_B`. Row b sees its
+    first `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
     T, H, D = q_BTHD.shape[1:]
@@ -53,7 +53,7 @@ def row_by_row(
     lengths: list[int],
     mask_TT: Tensor | None,
 ) -> Tensor:
-    """Attention (B, T, H, D) of rows with prefixes of different `lengths`: an `attend` for each."""
+    """Attention (B, T, H, D) of rows whose prefix `lengths` differ: calls `attend` for each row."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
     return torch.cat([attend(q, k, v, [length], mask_TT) for q, k, v, length in rows])
 
@@ -66,13 +66,13 @@ def block_mask(T: int, mask_TT: Tensor | None, device: torch.device) -> Tensor:
 
 
 class Window:
-    """Attention in layers with a sliding window, in which a query sees the latest tokens alone."""
+    """Attention in layers with a sliding window, in which a query sees only the latest tokens."""
 
     def __init__(
         self, positions_BT: Tensor, mask_TT: Tensor | None, size: int, reach: int, num_slots: int
     ) -> None:
         """A query sees `size` tokens up to itself; at most `reach` tokens precede the T new ones.
-        `slots_BN`: slots, modulo `num_slots`, of all tokens that are seen, the T new ones last."""
+        Sets `slots_BN`: slots (position modulo `num_slots`) of all tokens seen, new ones last."""
         T = positions_BT.shape[1]
         steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
         tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text

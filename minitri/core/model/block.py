@@ -18,14 +18,14 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Runs the model on a token list per row after those in `cache`: hidden states (B, T, E).
-    `queries_LBTHD` gets rotated queries; with `is_prompt` bits do not depend on block lengths."""
+    """Hidden states (B, T, E) of a list of new tokens per row. K and V go to `cache`; its lengths
+    stay. `queries_LBTHD` gets rotated queries. `is_prompt`: same bits in blocks of any length."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
-    """A `Block` on the model's device: one token list per row, padded, after those in `cache`."""
+    """A `Block` on the model's device: a token list per row, padded, after the text in `cache`."""
     packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
@@ -42,8 +42,8 @@ def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths: list[int] | None = None
 ) -> Tensor:
     """Packs a token list per row, padded to T = `size`, into one tensor (4, B, T) on the host:
-    token ids, positions, cache slots, and, for outputs, indices from each row's last token on.
-    Token i has position `depths[i]` after the cached ones; by default i, as in a chain."""
+    token ids, positions, cache slots, and indices in the block from each row's last token on, where
+    outputs are read. Token i has the row's next position + `depths[i]`, by default + i."""
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     last = model.config.vocab_size - 1
     places = range(size)

@@ -89,7 +89,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def take_committed(self, active: Sequence[bool]) -> None:
-        """Before a step: a retrieval cache copies K and V of accepted tokens from the full one."""
+        """In a retrieval cache, copies active rows' accepted K and V from the full one."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""
@@ -116,7 +116,7 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves K and V of tree nodes `path`, indices in row b's block, to right after node 0."""
+        """Moves K and V of nodes `path` of row b's tree, the last block, to right after node 0."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 

@@ -43,7 +43,7 @@ class Ranks:
         return value
 
     def check_same(self, what: str, value: object) -> None:
-        """Raises `InputError` on all ranks if their values differ; its text calls them `what`."""
+        """Raises `InputError`, about `what`, on all ranks if they give different values."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Execution:
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around a decoding step
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
-    rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # faster equals of rules, by rule
+    rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # faster verification, by rule
     draft_round: "Round | None" = None  # guesses N tokens in one call, see `Round`
     is_narrow: bool = False  # a CPU without AVX-512, see `roofline.NARROW_CPU`
-    make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
+    make_slots: MakeSlots | None = None  # makes empty K and V for kernels; None: plain tensors
     computed_by: str = ""  # describes kernels, processor and threads, or the device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     identify: Callable[[], str] = str  # digests the files of the weights; "" if there are none

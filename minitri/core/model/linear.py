@@ -41,7 +41,7 @@ class TiedHead(Table):
 
 
 class TrimmedHead(nn.Module):
-    """An LM head over N of V tokens; all others have logit -inf, so q = 0."""
+    """An LM head over N of V tokens; the others have logit -inf, so draft probability 0."""
 
     token_ids: Tensor  # token id of each output of `linear`
 

@@ -136,7 +136,7 @@ class Llama(nn.Module):
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
-    """Evenly spread token ids (EMBEDDING_SAMPLE,): their embeddings show a drafter's target."""
+    """Evenly spread token ids (EMBEDDING_SAMPLE,); their embeddings identify a drafter's target."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 

@@ -66,7 +66,7 @@ class OffloadedFullCache(FullCache):
         self._subscribers = weakref.WeakSet[RetrievalCache]()
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Has `update` pass each layer's K and V on the device to `cache.select`; None: no more."""
+        """Makes `update` call `cache.select` with each layer's K and V; None: no longer."""
         # A cycle of strong references would keep both after the run.
         self._subscribers = weakref.WeakSet([cache] if cache else [])
 

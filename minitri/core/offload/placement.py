@@ -48,7 +48,7 @@ class Demand:
 
     @property
     def drafter(self) -> ModelConfig | None:
-        """Config of the draft model if any plan of a step uses it, else None."""
+        """Config of the draft model if a decoding step may use it, else None."""
         return self.draft if "draft" in self.shape.stages else None
 
     @property
@@ -109,7 +109,7 @@ class Demand:
         return num_bytes
 
     def _activations(self, block: int, bytes_per_logit: int, num_read: int = 0) -> int:
-        """Estimated bytes of a pass over `block` tokens per row, or over `num_read` if more."""
+        """Estimated bytes of a pass over `block` tokens per row, or `num_read` in all if more."""
         config = self.config
         num_tokens = self.shape.num_rows * block
         heads = config.num_heads + 2 * config.num_kv_heads

@@ -19,7 +19,7 @@ def layout(**names: str) -> list[tuple[str, Any]]:
 
 
 class Struct(ctypes.Structure):
-    """Base class of argument structs: of tensors the address is set; unknown names raise errors."""
+    """Base class of argument structs: a tensor is stored as its address, an unknown name fails."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         getattr(self, name)
@@ -31,7 +31,7 @@ class Struct(ctypes.Structure):
 
 
 class AttentionArguments(Struct):
-    """Arguments of the C++ attention kernel: kv_batch, kv_head, kv_slot are strides of K and V."""
+    """Arguments of the C++ attention kernel; kv_*: strides of K and V, `Tiles` if is_tiled."""
 
     _fields_ = layout(
         pointers="q keys values out lengths mask",
@@ -40,8 +40,8 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for RMSNorm and for linear layers: x (R, E), out (R, N).
-    With a norm x passes through it first; is_gated: SwiGLU, is_wide: out is float32."""
+    """Arguments of the C++ kernels for RMSNorm and linear layers: x (R, E), out (R, N). If given, a
+    norm comes before, scale and residual after; is_gated: SwiGLU, is_wide: out is float32."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
@@ -71,7 +71,7 @@ class FilterArguments(Struct):
 
 
 class VerifyArguments(Struct):
-    """Arguments of the C++ kernel that tests guesses (B, N) by `verify` or `verify_block`."""
+    """Arguments of the C++ kernel that tests row b's `counts[b]` guesses of `tokens` (B, N)."""
 
     _fields_ = layout(pointers="p q uniforms tokens counts verdicts", integers="B N V")
 
@@ -106,8 +106,8 @@ class PassArguments(AttentionArguments):
 
 
 class RoundArguments(Struct):
-    """Arguments of the C++ kernel that reads `num_read` tokens of each row of `block` by the pass
-    `first`, and samples N `tokens` by `filters` and `uniforms` from `probs` (B, N, width)."""
+    """Arguments of the C++ kernel that drafts: reads `num_read[b]` tokens of row b of `block`, by
+    the pass `first`; samples N `tokens` by `filters`, `uniforms`; writes `probs` (B, N, width)."""
 
     _fields_ = [
         ("first", PassArguments),

@@ -35,7 +35,7 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the compiled CPU kernels, or builds them first. Raises `OSError`, `InputError`."""
+    """Loads the compiled CPU kernels; builds them if none fit. Raises `OSError`, `InputError`."""
     for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))
@@ -116,7 +116,7 @@ def _digest(*others: str) -> str:
 
 
 def architecture() -> str:
-    """A compiler's name of the instruction set that $MINITRI_KERNELS wants. Raises `InputError`."""
+    """The compiler's -march for $MINITRI_KERNELS, such as x86-64-v3. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
         got = f"MINITRI_KERNELS is {shorten(name, 20)}"
@@ -143,7 +143,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], *arguments: str) -> str:
-    """Runs a compiler for `architecture()`; returns its output. Raises `OSError`, `InputError`."""
+    """Output of a compiler with `arguments` and -march. Raises `OSError`, `InputError`."""
     wanted = architecture()
     for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
         command = [*compiler, *target, "-x", "c++", *arguments]

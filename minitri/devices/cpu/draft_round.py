@@ -1,6 +1,6 @@
 """Drafts several tokens with a draft model in one call of the compiled CPU kernels.
 
-A round samples N tokens of each row in turn, with the bits that a pass for each would give.
+A round samples N tokens of each row in turn, with the same bits as by one pass for each.
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
 
@@ -23,7 +23,7 @@ class DraftRound:
     """A draft model on compiled kernels, which guesses several tokens per row in one call."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """Drafts with `model`; `lender`, the target or `model` itself, has its embedding table."""
+        """Drafts with `model`; `lender`, the target or `model`, has the embedding table for it."""
         assert isinstance(model.layers, KernelLayers)
         self._layers = model.layers
         # Not the model itself, which has this round: a cycle would keep the weights in memory.

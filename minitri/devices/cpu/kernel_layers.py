@@ -99,7 +99,7 @@ class KernelParts(nn.ModuleDict):
 
 
 class KernelHead(KernelLinear):
-    """LM head with float32 logits: of short blocks by the kernel for few rows, else as a layer."""
+    """LM head: short blocks by the kernel for few rows, in float32; others as `KernelLinear`."""
 
     is_wide = True  # logits are float32
 
@@ -288,7 +288,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
 
 def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
-    The LM head has 8 bits: so 99 % of the copy's likeliest tokens are SmolLM2's, with 4 bits 79 %.
+    The LM head has 8 bits: SmolLM2's likeliest token stays so in 99 % of cases, with 4 in 79 %.
     Layers of at most 6 bits stay: 4 bits would save at most a third, and share no memory."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:

@@ -85,8 +85,8 @@ class Kernels:
         is_short: bool = False,
     ) -> Tensor:
         """Attention (B, T, H, D) of row b's queries to its first `prefix_lengths[b]` slots and, of
-        the T after them, those in `mask_TT` (None: causal). A row's bits do not depend on other
-        rows, but on `is_short`, with which slots are summed in pieces, as for short blocks."""
+        the T after them, those in `mask_TT` (None: causal). Ignores `lengths_B`. Slots are summed
+        in pieces if `is_short`, as in a short pass. A row's bits do not depend on other rows."""
         q_BTHD = q_BTHD.contiguous()
         out_BTHD = torch.empty_like(q_BTHD)
         *_, H, D = q_BTHD.shape
@@ -105,8 +105,8 @@ class Kernels:
         lengths: list[int],
         mask_TT: Tensor | None = None,
     ) -> None:
-        """Sets fields of a kernel's arguments about a cache and the T new tokens' x (B, T, ...).
-        `slots`: keys, values, perhaps keys before RoPE; `lengths`: cached tokens of each row."""
+        """Sets the fields of `arguments` about a cache, and B and T of new tokens' x (B, T, ...).
+        `slots`: keys, values, perhaps keys before RoPE; `lengths`: each row's cached tokens."""
         keys = slots[0]
         B, T = x.shape[:2]
         *_, num_rows, K, S, D = keys.shape
@@ -199,7 +199,7 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs the KERNEL `kernel` of kernels.cpp on a `dtype`; `option`: a `Form` or a flag.
+        """Runs the C++ `kernel`, a KERNEL of kernels.cpp, on a `dtype`; `option`: a `Form` or a flag.
         Raises `MemoryError` or `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
@@ -272,7 +272,7 @@ def are_rows(rows_R: Tensor, N: int) -> bool:
 
 
 def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
-    """Points a kernel's cos and sin at those of `rotary`, which must hold `count` numbers each."""
+    """Points cos and sin of `arguments` to those of `rotary`, of `count` float32 numbers each."""
     turns = (rotary.cos, rotary.signed_sin)
     like = (torch.float32, count, True)
     require(*((it.dtype, it.numel(), it.is_contiguous()) == like for it in turns), tensors=turns)

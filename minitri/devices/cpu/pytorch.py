@@ -30,8 +30,8 @@ def attend_cpu(
     mask_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """Attention, (B, T, H, D), by PyTorch's flash kernel on a CPU. Row b's queries see its first
-    `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
+    """Attention (B, T, H, D) by PyTorch's flash CPU kernel; ignores `lengths_B`. Row b sees its
+    first `prefix_lengths[b]` slots and, of the T after them, those in `mask_TT` (None: causal)."""
     prefix = min(prefix_lengths)
     if prefix < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, mask_TT)
@@ -111,7 +111,7 @@ def multiply_rows(rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None) -> 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """How many rows PyTorch multiplies with a (N, E) matrix at a time, so that a row's bits do not
+    """How many rows PyTorch must multiply with a (N, E) matrix at once, so that a row's bits do not
     depend on the others; None: any number above LONGEST_BLOCK. With AMX oneDNN may sum few rows in
     another order; a test with random numbers finds whether it does, for each `num_threads`."""
     seeded = torch.Generator().manual_seed(0)

@@ -31,10 +31,10 @@ def attend_piece(  # type: ignore[no-untyped-def]
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEAD: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Triton kernel: attention of one KV head to one piece of its keys. Writes results to `outs`,
-    and log-sum-exps of the scores to `lses`, by which `merge_pieces` merges pieces.
-    A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e), logarithms are to base 2; `q_b` and the like are strides."""
+    """Triton kernel: attention of the queries of one KV head to one of `num_pieces` pieces of keys.
+    Writes results to `outs`, and log-sum-exps of scores, for `merge_pieces`, to `lses`.
+    A running softmax: sums are scaled down at each larger score. `scale` has a factor of log2(e),
+    logarithms are to base 2. HEAD: head dim, D: its next power of two; q_b to kv_s: strides."""
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
