@@ -199,7 +199,7 @@ class Kernels:
         return Verdict(*verdicts_B3.unbind(1))
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
-        """Runs the C++ `kernel`, a KERNEL of kernels.cpp, on a `dtype`; `option`: a `Form` or a flag.
+        """Runs C++ `kernel`, a KERNEL of kernels.cpp, on `dtype`; `option`: a `Form` or a flag.
         Raises `MemoryError` or `RuntimeError`."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
