@@ -148,7 +148,7 @@ def run_command(args: Namespace) -> None:
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
     """Row of the plan's table, values by `COLUMNS`: memory and speed with the KV cache of `on_chip`
-    layers on the device, and that of the others in `host_bytes` of host memory."""
+    layers on the device, that of others on the host, which has `host_bytes` for it."""
     work = Workload(  # of each GPU, with a full context
         needs.config,
         needs.draft,

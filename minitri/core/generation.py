@@ -215,7 +215,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield state.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, state: RequestState, new: Emitted) -> list[Any]:
-        """(logprob, top_logprobs) per `new` token; () if not requested. Raises without tokens."""
+        """Per `new` token (logprob, top_logprobs), () if not wanted. Raises if `new` is empty."""
         if not new.tokens:
             filters = stack.memory.runners["target"].text_filters[b]
             reason = filters.matcher.error if filters and filters.matcher else ""

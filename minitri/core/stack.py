@@ -243,8 +243,8 @@ class Stack:
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
-    """Whether the autotuner may use measured times: if all plans give the same text, or with
-    `timed`; not on several GPUs. `is_open`: requests with other sampling settings may come."""
+    """Whether the autotuner may time plans: on one device, if all give the same text, or the
+    settings say `timed`. `is_open`: requests with any sampling settings may still come."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:

@@ -110,7 +110,7 @@ class Conversation:
 
     @property
     def sizes(self) -> str:
-        """A line for each document: how many of its tokens are kept."""
+        """A line for each document: how many of its tokens are left after cuts."""
         return "\n".join(f"{name}: {len(ids)} of {n} tokens" for name, ids, n in self.documents)
 
     def cut(self, num_tokens: int) -> "Conversation":

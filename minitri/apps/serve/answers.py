@@ -54,7 +54,7 @@ class Writer:
         }
 
     def take(self, number: int, event: Event) -> bytes:
-        """Takes an event of text `number`; returns what is complete of the answer, if anything."""
+        """Takes an event of text `number`; returns bytes to send now, or none yet."""
         asked = self._asked
         if isinstance(event, End):
             self._ends[number] = event

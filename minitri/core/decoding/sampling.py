@@ -164,7 +164,7 @@ def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Gumbel noise, float64, a function of each int64 key and number, such as a token id."""
+    """Gumbel noise, float64, of int64 keys and numbers such as token ids, which broadcast."""
     return -(-hashed_uniforms(keys, numbers).log()).log()
 
 

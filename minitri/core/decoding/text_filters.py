@@ -66,7 +66,7 @@ class TextFilters:
         self._may_change_V = (self._bias_V != 0) | (self._in_prompt_V > 0)
 
     def extend(self, sequence: list[int]) -> None:
-        """Counts the new tokens of a row's committed `sequence`, which begins with `self.text`."""
+        """Adds tokens of `sequence` after `self.text` to it, to the counts and the matcher."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():
