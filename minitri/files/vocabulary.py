@@ -22,7 +22,7 @@ WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 
 
 def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a GGUF file's metadata; `name`: the file's. Raises if its kind is unknown."""
+    """The tokenizer in a GGUF file's metadata; `name`: the file's. Raises for an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("llama", "gpt2"):
         raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
