@@ -67,11 +67,11 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
 
 def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
     monkeypatch.setattr(engine.tokenizer, "chat_template", CHATML)
-    messages = [{"role": "user", "content": "Why?"}]
-    prompt = engine.tokenizer.encode_chat(messages)
+    prompt = engine.tokenizer.encode_chat(messages := [{"role": "user", "content": "Why?"}])
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids
-    with pytest.raises(InputError, match="robot.*; give"):
-        engine.chat([{"role": "robot", "content": "Why?"}])
+    for wrong in ([{"role": "robot", "content": "Why?"}], ["Why?"], 5):
+        with pytest.raises(InputError, match=r"message.*; give"):
+            engine.chat(wrong)
     for given in (messages, messages[0], "Why?"):
         assert engine.chat(given, seed=1, **COUPLED).result().token_ids == wanted
     _, [last] = asyncio.run(collect(engine.achat("Why?", seed=1, **COUPLED)))

@@ -91,10 +91,11 @@ class Tokenizer:
             messages = [{"role": "user", "content": messages}]
         elif isinstance(messages, Mapping):
             messages = [messages]
-        for message in messages:
-            if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
-                got = f"a message has the role {shorten(repr(role), 60)}"
-                raise InputError(f"{got}; give one of {', '.join(ROLES)}")
+        with explain("messages are no list of dicts", "give dicts with role and content"):
+            for message in messages:
+                if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
+                    got = f"a message has the role {shorten(repr(role), 60)}"
+                    raise InputError(f"{got}; give one of {', '.join(ROLES)}")
         if "developer" not in source:
             messages = [
                 {**message, "role": "system"} if message.get("role") == "developer" else message
