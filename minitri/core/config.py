@@ -150,7 +150,9 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
         got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
     if not (found := re.fullmatch(r"(linear|llama3|yarn):([1-9]\d{0,5}(?:\.\d+)?)", text)):
-        raise InputError(f"rope_scaling={text!r} is not KIND:FACTOR; write such as yarn:4")
+        raise InputError(
+            f"rope_scaling={text!r} is not KIND:FACTOR; try yarn:4, linear:2, llama3:8"
+        )
     old = config.rope
     base = old.original_context or config.context_length
     rope = RopeConfig(old.theta, found[1], float(found[2]), base, rotary_dim=old.rotary_dim)

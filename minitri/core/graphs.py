@@ -87,9 +87,9 @@ class GraphPool:
                 ):
                     output = run()
             finally:
-                torch._C._cuda_clearCublasWorkspaces()
-                torch.cuda.set_stream(current)  # a capture that fails may leave its own
-                current.wait_stream(self._stream)
                 if was_enabled:
                     gc.enable()
+                torch.cuda.set_stream(current)  # a capture that fails may leave its own
+                torch._C._cuda_clearCublasWorkspaces()
+                current.wait_stream(self._stream)
         return graph.replay, output

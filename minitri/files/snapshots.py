@@ -71,7 +71,7 @@ def read_snapshot(path: Path, model: Llama) -> tuple[HeldRow, str]:
     Raises `InputError` unless the file is whole, and of this model, dtype and RoPE."""
     name = model.config.name
     problem = f"there is no KV snapshot {shorten(path)} for {name}"
-    with explain(problem, "name a file that was saved with this model"), path.open("rb") as file:
+    with explain(problem, "name one of this model, or set dtype="), path.open("rb") as file:
         if not begins_as_snapshot(file):  # whose header may say any length
             raise ValueError("it is another file")
         text = file.read(int.from_bytes(file.read(8), "little"))

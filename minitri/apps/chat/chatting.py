@@ -119,9 +119,11 @@ class Chat:
         for setting in values.split():
             name, _, value = setting.partition("=")
             check_names([name], settings)
-            settings[name] = value  # which is refused below unless it is a number
-            with contextlib.suppress(ValueError):
+            try:
                 settings[name] = (int if value.isdecimal() else float)(value)
+            except ValueError:
+                got = f"{name} is {shorten(repr(value), 40)}"
+                raise InputError(f"{got}; give a number") from None
         as_seeds(settings["seed"], 1)
         Request("", **settings)
         self._settings = settings
@@ -130,17 +132,18 @@ class Chat:
     def do_system(self, text: str) -> None:
         """[TEXT] show or change the system message, on how to behave"""
         if text:
-            self._read(replace(self.talk, system=text))
+            self._read(replace(self.talk, system=text, documents=self._wanted))
         say(f"system: {self.talk.system or 'as the model has it'}")
 
     def do_documents(self, file: str) -> None:
         """[FILE] add a document, or read on; show how many tokens are kept"""
+        talk = replace(self.talk, documents=self._wanted)  # whole, if reading was stopped
         if file:
             texts = {file: read_document(file, "/documents")}
             self._file = file
-            self._read(self.talk.with_documents(texts, self._engine.config, self._args))
-        elif self.talk.documents != self._wanted:  # reading was stopped
-            self._read(replace(self.talk, documents=self._wanted))
+            self._read(talk.with_documents(texts, self._engine.config, self._args))
+        elif talk != self.talk:
+            self._read(talk)
         else:
             say(self.talk.sizes or "there are no documents; /documents FILE adds one")
 
@@ -241,7 +244,7 @@ class Chat:
         if room < 1:
             raise InputError(
                 f"question and answer are {1 - room} tokens too long for the context of {context}; "
-                "Up brings it back, to shorten it; or give a file: /documents FILE, which /fit cuts"
+                "/reset, or Up brings it back, to shorten it; for a file there is /documents FILE"
             )
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info(f"the context is full: forgotten questions, the oldest first: {num_gone}")

@@ -141,9 +141,8 @@ def tell(text: str) -> None:
         from shutil import get_terminal_size
         from textwrap import TextWrapper
 
-        lines = TextWrapper(
-            get_terminal_size().columns, break_on_hyphens=False, break_long_words=False
-        )
+        width = get_terminal_size().columns
+        lines = TextWrapper(width, break_on_hyphens=False, break_long_words=False)
         text = "\n".join(map(lines.fill, text.split("\n")))
     sys.stderr.write(text)
 

@@ -62,7 +62,7 @@ def many(args: Namespace) -> int:
             print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
-        raise InputError(f"{num_wrong} of {len(lines)} lines were wrong; see their errors")
+        raise InputError(f"{num_wrong} of {len(lines)} lines of --prompts are wrong; correct them")
     return 0
 
 

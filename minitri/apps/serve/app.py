@@ -124,9 +124,8 @@ class Service:
         metrics.TEXTS.set_function(self.clients.total)
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
-        handlers: Any = dict.fromkeys(
-            [ApiError, InputError, HTTPException, ClientDisconnect, Exception], refuse
-        )
+        handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
+        handlers: Any = dict.fromkeys(handled, refuse)
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     def _admit(self, request: Request) -> str:

@@ -121,5 +121,6 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 def unregister(address: int, device: torch.device) -> None:
     """Unlocks host memory that is about to be freed, after all its copies have ended."""
-    synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with WHOLE_DEVICE:
+        synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -57,7 +57,6 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
 
 
 def test_speedups_are_taken_prompt_by_prompt():
-    """Two prompts with two seeds, one prompt four times as slow for everybody."""
     level = SimpleNamespace(name="target", num_accepted_tokens=60, num_tested_tokens=100)
     stats = SimpleNamespace(levels=[level], steps_per_plan=Counter(naive=40))
     result = summarise(

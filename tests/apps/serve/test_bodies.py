@@ -75,6 +75,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (chat({"role": "user"}), "role user without content", "give it a text"),
     (chat({"role": "user", "contnet": "a"}), "messages.1.contnet", "did you mean content?"),
     (chat(max_completion_tokens=9, max_tokens=1), "max_completion_tokens is 9", "as max_tokens;"),
+    (text(too_short=1), "too_short is 1", "leave it out"),
     (text(seed=1 << 64), "seed is", "at most 18446744073709551615"),
     (text(stop=[1]), "stop.0 is 1", "it must be a text"),
     (text(stop=[*(f"{n:04d}" for n in range(256)), "y"]), "stop", "at most 1024 characters"),

@@ -15,9 +15,9 @@ from minitri.core.errors import shorten
 from minitri.files.hf_config import without_null
 
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
-"""`advice` by pydantic's type of error, where its words are for Python, and by field, if that is
-given under two names; `ignored` unknown fields, which change no answer; `neutral` values of unknown
-fields, which ask for nothing, as null does. Elsewhere false, 0 or [] may ask for something."""
+"""`advice` by pydantic's type of error, where its words are for Python; by field, if given
+`twice`, under two names; `ignored` unknown fields, which change no answer; `neutral` values of
+unknown fields, which ask for nothing, as null does; elsewhere false, 0 or [] may ask for some."""
 T = TypeVar("T")
 B = TypeVar("B", bound="Body")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
@@ -74,7 +74,7 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
         known = {field for each in objects for field in each["properties"]}
         for near in get_close_matches(name, known - content.keys(), 1, 0.8):
             advice = f"did you mean {near}?"
-        advice = FIELDS["advice"].get(place, advice)
+        advice = FIELDS["twice"].get(place, advice)
     advice = advice.format(**problem, **problem.get("ctx", {}))
     message = f"{shorten(place, 80) or 'body'} is {got}; {advice}"
     raise ApiError(400, "invalid_request", message, place or None)
