@@ -32,13 +32,14 @@ def main(argv: list[str] | None = None) -> None:
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        if argv and argv[0].replace("-", "").isalpha() and argv[0] not in PROGRAMS:  # misspelled?
+        word = argv[0] if argv else ""
+        if word not in PROGRAMS and word[:1] != "-" and word.replace("-", "").isalpha():
             from difflib import get_close_matches  # imports re
 
-            for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.75):
-                advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
-                raise InputError(f"there is no program {argv[0]}; {advice}")
-        name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
+            for name in get_close_matches(word.lower(), PROGRAMS, 1, 0.75):
+                advice = f"did you mean {name}? For a text: minitri generate {word}"
+                raise InputError(f"there is no program {word}; {advice}")
+        name = argv.pop(0) if word in PROGRAMS else "generate"
         run = import_module(f"minitri.{PROGRAMS[name]}").main
     run(argv)
 

@@ -52,11 +52,11 @@ def mutated(mutant: Mutant) -> Iterator[None]:
         function = getattr(function, wrapped, function)
     function = inspect.unwrap(function)
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    tree.body[0].decorator_list = []
+    tree.body[0].name, tree.body[0].decorator_list = "made", []  # it may call its namesake
     before, *after = ast.unparse(tree).split(mutant.old)
     assert len(after) == 1, f"{mutant.name}: the code is there {len(after)} times"
     body = textwrap.indent(before + mutant.new + after[0], " ")
-    code = f"def make(__class__):\n{body}\n return {function.__name__}"  # `super()` needs its class
+    code = f"def make(__class__):\n{body}\n return made"  # `super()` needs its class
     exec(code, function.__globals__, found := {})
     healthy = function.__code__
     function.__code__ = found["make"](None).__code__
