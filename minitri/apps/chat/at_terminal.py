@@ -4,6 +4,7 @@ Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import termios
@@ -38,11 +39,13 @@ def ask(
         event.current_buffer.delete_before_cursor()
         event.current_buffer.insert_text("\n")
 
+    # Called for each line on the screen, of which a paste may have 50,000.
+    is_open = functools.lru_cache(1)(lambda text: text.count('"""') % 2 == 1)
     words = completion.WordCompleter(commands, sentence=True)
     completers = {"command": words, "file": completion.PathCompleter(expanduser=True)}
     session = shortcuts.PromptSession[str](
         "> ",
-        multiline=filters.Condition(lambda: session.default_buffer.text.count('"""') % 2 == 1),
+        multiline=filters.Condition(lambda: is_open(session.default_buffer.text)),
         history=history.FileHistory(folder / "history") if folder.is_dir() else None,
         completer=GrammarCompleter(regular_languages.compile(COMMAND_LINE), completers),
         complete_style=shortcuts.CompleteStyle.READLINE_LIKE,

@@ -78,8 +78,8 @@ def sampling_of(
     is_drawn = sampling.temperature and args.seed is None
     seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0
     name = f"{engine.config.name}, {engine.model.num_bytes / 1e6:.0f} MB of weights"
-    where = f"{name}, {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}"
-    log.info("; ".join((where, *notes, report.how_sampled(sampling, seed))))
+    model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
+    log.info("; ".join((model, *notes, report.how_sampled(sampling, seed))))
     return sampling, seed
 
 

@@ -5,8 +5,8 @@ tokens is a martingale with mean 0 and a known variance V, whatever the texts: f
 exp(r S - (exp |r| - 1 - |r|) V) exceeds 1 / a with odds of at most a (Freedman 1975, Ville). The
 best of several rates counts, with odds multiplied by their number."""
 
+import math
 from dataclasses import dataclass
-from math import exp, log
 from typing import Any
 
 RATES = [2.0**-k for k in range(13)]  # absolute values of the rates r, of either sign
@@ -35,5 +35,5 @@ class Martingale:
     @property
     def p_value(self) -> float:
         """Upper bound on the odds that correct sampling gives a sum this far from 0."""
-        best = max(r * abs(self.total) - (exp(r) - 1 - r) * self.variance for r in RATES)
-        return exp(min(0.0, log(2 * len(RATES)) - best))
+        best = max(r * abs(self.total) - (math.exp(r) - 1 - r) * self.variance for r in RATES)
+        return math.exp(min(0.0, math.log(2 * len(RATES)) - best))

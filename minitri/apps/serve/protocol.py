@@ -275,12 +275,9 @@ class Protocol(NamedTuple):
         room = self.context - num_prompt_tokens
         num_new = asked.max_tokens or max(1, min(room, asked.default_length))
         if num_new > room:
-            raise ApiError(
-                400,
-                "context_length_exceeded",
-                f"{num_prompt_tokens} + {num_new} tokens exceed {self.context}; "
-                "shorten the prompt, or lower max_tokens",
-            )
+            got = f"{num_prompt_tokens} + {num_new} tokens exceed {self.context}"
+            text = f"{got}; shorten the prompt, or lower max_tokens"
+            raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
 
 

@@ -137,8 +137,9 @@ class Demand:
 
 def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
     """Largest allowed number of layers whose KV cache fits on the device. Raises `InputError`."""
-    room = device_bytes + RESERVE * (not needs.shape.generation.offload)
-    here = next((n for n in needs.placements if needs.on_device(n) <= room), needs.placements[-1])
+    choices = needs.placements
+    room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE
+    here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
     if needs.fits(room, host_bytes, here):
         return here
     raise InputError(
