@@ -12,11 +12,11 @@ from minitri.core.settings import StepPlan, num_nodes
 
 # Measured in sections "Ablation of the autotuner" and "... what auto gains" of tools/RESULTS.md.
 FIRST_RATES = {"draft": 0.5, "retrieval": 0.95}  # assumed before a guess was tested
-FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
+FIRST_TESTED = 15.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor by which older tested guesses weigh less, for each verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
-EXPLORATION = 1.005  # a plan's bonus factor for each step that a stage of it idles after PATIENCE
+EXPLORATION = 1.003  # a plan's bonus factor for each step that a stage of it idles after PATIENCE
 WINDOW = 128  # most tokens that a drafter reads to catch up: sinks and `runner.MOST_RECENT`
 CAUTION = 2  # the predicted seconds that a drafter takes to catch up count this many times
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
