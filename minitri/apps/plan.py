@@ -66,8 +66,7 @@ def demand_of(args: Namespace) -> Demand:
     longest = config.context_length
     context = args.context or longest
     if context > longest:
-        text = f"{config.name} holds {longest} tokens, not {context}"
-        log.warning(f"{text}; use --rope-scaling, or a lower --context")
+        log.warning(f"{config.name} holds {longest}, not {context}; use --rope-scaling, or fewer")
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk, offload=True)
     return Demand(

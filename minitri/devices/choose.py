@@ -38,9 +38,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
             return torch.device("cpu")
         if device.type == "cuda" and (device.index or 0) < num_gpus:
             return device
-    others = f" or cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ""
     seen = f"PyTorch {torch.__version__} sees {num_gpus} GPUs"
-    raise InputError(f"device={name!r} is not there ({seen}); use device=cpu{others}")
+    raise InputError(f"device={name!r} is not there ({seen}); use one of these, or device=cpu")
 
 
 def choose_dtype(name: str, device: torch.device, *, has_kernels: bool = False) -> torch.dtype:
@@ -77,7 +76,11 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """A copy of the target in 4 or 8 bits to guess with the retrieval cache; None: the target does.
     `wanted`: auto, int4, int8; same, drafter: no copy. Raises `InputError` if there can be none."""
     has_kernels = model.execution.is_row_invariant
-    if model.device.type == "cuda" and wanted == "auto":
+    if wanted in ("drafter", "same"):
+        return None
+    if model.device.type == "cuda":
+        if wanted != "auto":
+            return copy_in_few_bits(model, int(wanted.removeprefix("int")))
         least = model.execution.ranks.least  # shares may be uneven
         bits = default_copy_bits(model.config, least(torch.cuda.mem_get_info(model.device)[0]))
         try:
@@ -85,14 +88,11 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
         except InputError as error:
             log.warning("%s; the target guesses itself", error.message)
             return None
-    if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
+    if wanted == "auto" and not has_kernels:
         return None
-    if model.device.type == "cuda":
-        return copy_in_few_bits(model, int(wanted.removeprefix("int")))
     if wanted == "int8" or not has_kernels:
         what = f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}"
-        needs = "int8 needs a GPU, int4 needs the compiled kernels"
-        raise InputError(f"{what}: {needs}; leave it out")
+        raise InputError(f"{what}: int8 needs a GPU, int4 compiled kernels; leave it out")
     copy = quantized_copy(model)
     return copy if copy.num_bytes else None  # no bytes: the target has as few bits itself
 

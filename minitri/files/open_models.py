@@ -118,7 +118,7 @@ class OpenModel:
         with explain(f"the weights of {config.name} do not fit on {device}", advice):
             model = make(config, dtype=self._dtype, device=device, target=lender, attend=attend)
         kernels = kernels_for(device, config) if ranks.count == 1 else None
-        computed_by = device.type
+        computed_by = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
         if kernels:
             use_kernels(model, kernels)
@@ -172,8 +172,9 @@ def plan_weights(
     wanted = choice.draft_weights
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         if choice.weights == "native":
-            needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
-            raise InputError(f"weights=native needs {needs}; leave it out")
+            raise InputError(
+                "weights=native needs a GGUF file in few bits and compiled kernels; leave it out"
+            )
         return WeightPlan(wanted, keeps_quantized=False)
     if choice.weights == "dense":
         has_copy = wanted in ("auto", "int4") and checkpoint.has_at_most(6)

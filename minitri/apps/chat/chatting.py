@@ -122,8 +122,7 @@ class Chat:
             try:
                 settings[name] = (int if value.isdecimal() else float)(value)
             except ValueError:
-                got = f"{name} is {shorten(repr(value), 40)}"
-                raise InputError(f"{got}; give a number") from None
+                raise InputError(f"{name} is {shorten(repr(value), 40)}; give a number") from None
         as_seeds(settings["seed"], 1)
         Request("", **settings)
         self._settings = settings

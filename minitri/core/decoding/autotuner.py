@@ -18,7 +18,6 @@ SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.003  # a plan's bonus factor for each step that a stage of it idles after PATIENCE
 WINDOW = 64  # most tokens that a drafter reads to catch up: sinks and `runner.MOST_RECENT`
-CAUTION = 2  # the predicted seconds that a drafter takes to catch up count this many times
 BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
@@ -59,7 +58,7 @@ class Autotuner:
             if self.plan.proposers or self._num_choices % PAUSE == 0:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
                 build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
-                setup = {"draft": CAUTION * unread_seconds, "retrieval": build_seconds}
+                setup = {"draft": unread_seconds, "retrieval": build_seconds}
                 speeds = {plan: self._value(plan, setup) for plan in self._plans}
                 best = max(speeds, key=speeds.__getitem__)
                 if speeds[best] > HYSTERESIS * speeds[self.plan]:

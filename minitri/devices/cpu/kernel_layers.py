@@ -1,7 +1,7 @@
 """Modules of a Llama on compiled CPU kernels, and `use_kernels`, which puts them into a model.
 
-A short pass is one kernel call for all layers. A block that is part of a prompt, is longer than
-LONGEST_BLOCK or has K and V in host memory goes layer by layer. Weights may have 4 to 8 bits.
+A pass is one kernel call for all layers. With plain weights, a block that is part of a prompt or
+longer than LONGEST_BLOCK goes layer by layer, and so does one with K and V in host memory.
 Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
 H query heads, K KV heads, D head dim.
 """
@@ -129,7 +129,7 @@ class KernelPartialHead(KernelHead):
 
 
 class KernelLayers(Layers):
-    """All transformer blocks; one call of a kernel computes a short pass, and writes the cache."""
+    """All transformer blocks; one call of a kernel computes a pass, and writes the cache."""
 
     def __init__(self, plain: Layers, kernels: Kernels) -> None:
         """Takes over the modules of `plain`, whose linear layers are `KernelLinear` already."""
@@ -138,13 +138,13 @@ class KernelLayers(Layers):
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         cache = shared.cache
-        rotary = shared.rotary
-        if shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK or cache.is_hosted:
-            compiled = KernelRotary(rotary.cos, rotary.signed_sin, self.kernels)
+        is_short = not shared.is_prompt and x_BTE.shape[1] <= LONGEST_BLOCK
+        if cache.is_hosted or not (is_short or self.are_quantized):
+            compiled = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=compiled))
-        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        x_BTE = x_BTE.clone()
         arguments = self.arguments(x_BTE, cache, shared.mask_TT)
-        set_turns(arguments, rotary, arguments.B * arguments.T * arguments.D)
+        set_turns(arguments, shared.rotary, arguments.B * arguments.T * arguments.D)
         queries = shared.queries_LBTHD
         if queries is not None:
             W = queries.shape[2]
@@ -152,7 +152,7 @@ class KernelLayers(Layers):
             is_right = (queries.shape, queries.dtype) == (wanted, x_BTE.dtype)
             require(is_right, queries[0].is_contiguous(), tensors=(queries,))
             arguments.fill(queries=queries, W=W, queries_layer=queries.stride(0))
-        self.kernels.call("pass", arguments, x_BTE.dtype)
+        self.kernels.call("pass", arguments, x_BTE.dtype, is_short)
         return x_BTE
 
     def arguments(
@@ -281,7 +281,8 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
         ends = itertools.accumulate(shape[0] for _, shape in keys[:-1])
         kept |= zip([name for name, _ in keys], packed_NX.tensor_split([*ends]), strict=True)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
-    forms = [layer.form for layer in model.modules() if isinstance(layer, KernelLinear)]
+    forms = [it.form for it in model.modules() if isinstance(it, KernelLinear)]
+    model.layers.are_quantized = Form.PLAIN not in forms
     log.debug("%d of %d matrices stay quantized", len(forms) - forms.count(Form.PLAIN), len(forms))
     return kept
 

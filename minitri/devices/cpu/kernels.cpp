@@ -121,8 +121,8 @@ void rotate_and_write(const PassArguments& p, int64_t i, T* qkv, T* queries) {
     }
 }
 
-// All layers of a model over a short block.
-template <class Op> void pass(const PassArguments& p) {
+// All layers of a model over a block.
+template <class Op> void pass(const PassArguments& p, bool is_short) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
@@ -146,7 +146,7 @@ template <class Op> void pass(const PassArguments& p) {
         a.out = mixed;
         a.keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         a.values = static_cast<T*>(p.values) + i * p.kv_layer;
-        attention<Op>(a, true);
+        attention<Op>(a, is_short);
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
         project(inner, nullptr, layer.down, p.x, p.x, p.E, false);
@@ -200,7 +200,7 @@ template <class Op> void draft_round(const RoundArguments& a) {
     p.sin = sin;
     for (int64_t i = 0; i < a.N; ++i, p.T = 1) {
         read_tokens<T>(a, p, i, cos, sin);
-        pass<Op>(p);
+        pass<Op>(p, true);
         for (int64_t b = 0; b < B; ++b) {
             const int64_t read = i == 0 ? a.num_read[b] : 1;
             const T* last = static_cast<T*>(p.x) + (b * p.T + read - 1) * E;
@@ -278,7 +278,7 @@ KERNEL(attention, AttentionArguments, attention<Op>(*a, option))
 KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
 KERNEL(product, LinearArguments, product_of<T>(option, *a))
 KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
-KERNEL(pass, PassArguments, pass<Op>(*a))
+KERNEL(pass, PassArguments, pass<Op>(*a, option))
 KERNEL(norm, LinearArguments, norm<T>(*a))
 KERNEL(round, RoundArguments, draft_round<Op>(*a))
 KERNEL(rotate, RotateArguments, rotate<T>(*a))

@@ -182,7 +182,7 @@ def test_a_gpu_is_taken_if_there_is_one_and_computes_in_bfloat16_if_it_can(folde
     ranks, devices = Mock(count=2), [choose_device(name) for name in ("auto", "cuda:1", "cpu:0")]
     devices += [choose_device(name, ranks) for name in ("auto", "cuda", "cpu")]
     assert [*map(str, devices)] == ["cuda", "cuda:1", "cpu", "cuda:1", "cuda:1", "cpu"]
-    with pytest.raises(InputError, match="cpu or cuda:0 to cuda:1"):
+    with pytest.raises(InputError, match="sees 2 GPUs"):
         choose_device("cuda:2")
     with pytest.raises(InputError, match="2 ranks"):
         choose_device("cuda:0", ranks)
