@@ -21,7 +21,9 @@ class CopyStream:
     """A CUDA stream for copies that overlap the work of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # Captures have priority 0, for which PyTorch lends 32 streams in turns; on the same they
+        # would record another thread's copies.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
