@@ -72,13 +72,13 @@ class GraphPool:
         for _ in range(NUM_WARMUPS):
             run()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with WHOLE_DEVICE:
             # The garbage collector may free graphs or page-locked memory: a capture forbids it.
             was_enabled = gc.isenabled()
             gc.disable()
             try:
+                self._stream.wait_stream(current)
                 # A capture must allocate cuBLAS's workspaces anew, in the memory of its graph.
                 torch._C._cuda_clearCublasWorkspaces()
                 # Other threads may launch kernels meanwhile, but draw no random numbers of CUDA's.
