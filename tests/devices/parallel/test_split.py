@@ -71,8 +71,8 @@ def on_ranks(count, work):
 
 @pytest.mark.usefixtures("lengths_on_the_device")
 @pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 2, 2, 3), strict=True)])
-def test_shares_give_the_logits_of_the_whole_and_its_text(tmp_path, shape, count, monkeypatch):
-    """The text by all stages, as on a GPU: passes are replayed on all ranks together."""
+def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count, monkeypatch):
+    """Also its text by all stages, as on a GPU, where all ranks replay passes together."""
     folder = write_hf_folder(tmp_path, **SHAPES[shape])
     choice = ModelChoice(str(folder), dtype="float32", device="cpu", draft_weights="same")
     thread = threading.local()
