@@ -21,8 +21,7 @@ class CopyStream:
     """A CUDA stream for copies that overlap the work of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # Captures have priority 0, for which PyTorch lends 32 streams in turns; on the same they
-        # would record another thread's copies.
+        # Captures, which would record copies, have priority 0: PyTorch lends 32 streams in turns.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager

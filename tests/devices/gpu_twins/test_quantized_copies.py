@@ -62,8 +62,8 @@ def test_a_matrix_of_few_outputs_has_many_warps_too(bits, least, monkeypatch):
     for N in (4096, 12288):
         weights.multiply(random(3, GROUP), torch.empty(N, GROUP * bits // 8), torch.empty(1, N))
         rows, columns = kernel.__getitem__.call_args.args[0]
-        num_warps = kernel.__getitem__.return_value.call_args.kwargs["num_warps"]
-        assert rows * columns * num_warps >= 132 * least
+        sizes = kernel.__getitem__.return_value.call_args.kwargs
+        assert rows * columns * min(sizes["SHARES"], sizes["num_warps"]) >= 132 * least
 
 
 @pytest.mark.parametrize("bits", [4, 8])

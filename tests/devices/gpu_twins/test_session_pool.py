@@ -19,8 +19,9 @@ from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 COLD = SamplingParams(0.5, 30, top_p=0.8, min_p=0.1)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
-GAMMAS = {"gamma1": 2, "gamma2": 3}
-TRIFORCE = SpeculationConfig("triforce", **GAMMAS, **SETTINGS)
+FORCED = {"method": "triforce", "gamma1": 2, "gamma2": 3}
+TRIFORCE = SpeculationConfig(**FORCED, **SETTINGS)
+HOSTED = {"offload": True, "on_chip": 1}
 
 
 @pytest.fixture
@@ -84,9 +85,8 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
     assert got == say(tiny_engine(), lengths, replace(TRIFORCE, **changes), seed=3, **settings)
 
 
-@pytest.mark.parametrize("method", ["auto", "triforce"])
-@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
-def test_rows_of_any_filters_come_and_go_and_say_what_cpus_say(method, placement, pools, recorder):
+@pytest.mark.parametrize(("placement", "plan"), [({}, {}), (HOSTED, {}), (HOSTED, FORCED)])
+def test_rows_of_any_filters_come_and_go_and_say_what_cpus_say(placement, plan, pools, recorder):
     """As a server's: five requests for two rows of an open run, with open gammas; one is cancelled.
     Captured passes serve all temperatures; penalties and other kinds of filters act outside. Alone
     they are on a CPU."""
@@ -94,7 +94,7 @@ def test_rows_of_any_filters_come_and_go_and_say_what_cpus_say(method, placement
     kinds = (WARM, SamplingParams(1.0, 5), replace(COLD, presence_penalty=1), GREEDY, COLD)
     prompts = [random_prompt(engine.config, 20 + 9 * i) for i in range(5)]
     requests = [Request(prompts[i], i, kinds[i], lengths(8 + 4 * i)) for i in range(5)]
-    how = {"speculation": SpeculationConfig(method, coupled=True, **SETTINGS)}
+    how = {"speculation": SpeculationConfig(coupled=True, **plan, **SETTINGS)}
     ends = [tiny_engine().stream([it], **how).result() for it in requests]
     near = partial(pytest.approx, abs=1e-4)
     alone = [[(it.token_id, near(it.logprob)) for it in end.tokens] for end in ends]
@@ -124,7 +124,7 @@ def test_a_request_over_http_that_comes_while_another_decodes_says_what_a_cpu_sa
     assert texts == [own_text(tiny_engine(), prompt) for prompt in (PROMPT, PROMPT[9:])]
 
 
-@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
+@pytest.mark.parametrize("placement", [{}, HOSTED])
 def test_a_text_goes_on_from_files(placement, pools, recorder, tmp_path, monkeypatch):
     """Of a snapshot or a store, for which K and V that are still on their way are waited for."""
     monkeypatch.setattr(kv_store, "BLOCK", 32)
