@@ -28,6 +28,7 @@ def cuda(monkeypatch) -> MagicMock:
 
 def test_copies_begin_after_the_work_that_was_queued_before(cuda):
     stream, tensor = CopyStream(CUDA), Mock()
+    copies = cuda.Stream.call_args
     with stream.copying():
         stream.share(tensor)
     stream.event()
@@ -35,7 +36,6 @@ def test_copies_begin_after_the_work_that_was_queued_before(cuda):
     cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
     names = [name for name, *_ in cuda.mock_calls]
     assert names.index("Stream().wait_stream") < names.index("stream") < names.index("Event")
-    copies = cuda.Stream.call_args
     GraphPool(CUDA)  # of another priority, as PyTorch lends the same 32 streams of each in turns
     assert cuda.Stream.call_args != copies
 
