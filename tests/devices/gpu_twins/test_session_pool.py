@@ -87,15 +87,15 @@ def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
 
 @pytest.mark.parametrize(("placement", "plan"), [({}, {}), (HOSTED, {}), (HOSTED, FORCED)])
 def test_rows_of_any_filters_come_and_go_and_say_what_cpus_say(placement, plan, pools, recorder):
-    """As a server's: five requests for two rows of an open run, with open gammas; one is cancelled.
-    Captured passes serve all temperatures; penalties and other kinds of filters act outside. Alone
-    they are on a CPU."""
+    """As a server's: five requests for two rows of an open run; one is cancelled. Captured passes
+    serve all temperatures; penalties and other kinds of filters act outside. Alone: on a CPU."""
     engine, lengths = gpu_engine(), partial(GenerationConfig, ignore_eos=True, logprobs=0)
     kinds = (WARM, SamplingParams(1.0, 5), replace(COLD, presence_penalty=1), GREEDY, COLD)
     prompts = [random_prompt(engine.config, 20 + 9 * i) for i in range(5)]
     requests = [Request(prompts[i], i, kinds[i], lengths(8 + 4 * i)) for i in range(5)]
     how = {"speculation": SpeculationConfig(coupled=True, **plan, **SETTINGS)}
-    ends = [tiny_engine().stream([it], **how).result() for it in requests]
+    plain = SpeculationConfig("autoregressive", coupled=True)
+    ends = [tiny_engine().stream([it], speculation=plain).result() for it in requests]
     near = partial(pytest.approx, abs=1e-4)
     alone = [[(it.token_id, near(it.logprob)) for it in end.tokens] for end in ends]
     settings = {"sampling": WARM, "generation": GenerationConfig(reserve=200, **placement)}
