@@ -85,8 +85,7 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count, monkeypatch
         cache = new_cache(model.config, dtype=torch.float32)
         found = model.logits(read_block(model, [tokens], cache)), model.num_bytes
         how = {"method": "triforce", "gamma1": 2, "gamma2": 3, "budget": 24, "num_new": 6}
-        rig = Rig(twins.as_on_a_gpu(model), twins.PROMPTS, graphs=pool, **how)
-        return *found, rig.run()
+        return *found, Rig(twins.as_on_a_gpu(model), twins.PROMPTS, graphs=pool, **how).run()
 
     whole, num_bytes, text = logits(Ranks())
     for share, share_bytes, share_text in on_ranks(count, logits):
