@@ -72,7 +72,7 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
 
 @pytest.mark.parametrize("on_chip", [1, 0])
 def test_captured_passes_are_counted(on_chip, lengths_on_the_device):
-    """Over eight rows, by both rules, with activations; none of a target whose K and V are hosted."""
+    """Over eight rows, by both rules, with activations; none of a target with hosted K and V."""
     config = tiny_config(num_layers=1, vocab_size=1000)
     model = as_on_a_gpu(tiny_model(config))
     speculation = SpeculationConfig("triforce", gamma1=1, gamma2=3, num_recent_tokens=60)
