@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 WHOLE_DEVICE = threading.RLock()  # held by captures, and by waits for all streams, which end them
-NUM_WARMUPS = 2  # before a capture: libraries choose kernels and allocate their workspaces
+NUM_WARMUPS = 2  # before a capture: kernels are compiled, and libraries choose theirs
 
 Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
@@ -68,17 +68,17 @@ class GraphPool:
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Warms `run` up, captures its CUDA graph; returns its replay function, and its output."""
+        # Not on `_stream`: PyTorch lends 32 in turns, and another thread may capture on the same.
+        for _ in range(NUM_WARMUPS):
+            run()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with WHOLE_DEVICE:
             # The garbage collector may free graphs or page-locked memory: a capture forbids it.
             was_enabled = gc.isenabled()
             gc.disable()
             try:
-                with torch.cuda.stream(self._stream):
-                    for _ in range(NUM_WARMUPS):
-                        run()
+                self._stream.wait_stream(current)
                 # A capture must allocate cuBLAS's workspaces anew, in the memory of its graph.
                 torch._C._cuda_clearCublasWorkspaces()
                 # Other threads may launch kernels meanwhile, but draw no random numbers of CUDA's.

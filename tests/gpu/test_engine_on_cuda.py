@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import GenerationConfig, Request, SamplingParams
+from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig
 from tests.conftest import settings_of, texts_of, write_hf_folder
 from tests.core.rigs import GREEDY
 
@@ -39,35 +39,21 @@ def engines(folder, tmp_path_factory):
 def test_every_method_gives_the_tokens_of_the_cpu(
     engines, method, sampling, placement, speculation
 ):
-    """Greedy or coupled, with rebuilds of layers that visit the device. The next run, at another
-    temperature, captures nothing."""
+    """Greedy or coupled, with rebuilds of layers that visit the device. A row that ends makes room
+    for the third prompt. The next run, at another temperature, captures nothing."""
     on_gpu, on_cpu = engines
     coupled = sampling is WARM
     other = SamplingParams(0.5, top_p=0.8) if coupled else sampling
     kept = set()
     for params, prompts in ((sampling, PROMPTS), (other, PROMPTS[::-1])):
-        how = settings_of(method, 24, params, coupled=coupled, seed=5, **SMALL, **speculation)
+        how = {"speculation": SpeculationConfig(method, coupled=coupled, **SMALL, **speculation)}
         how["generation"] = GenerationConfig(24, ignore_eos=True, **placement)
+        rows = [Request(it, 5 + b, params, how["generation"]) for b, it in enumerate(prompts)]
         alone = settings_of("autoregressive", 24, params, coupled=coupled, seed=5)
-        found = texts_of(on_gpu.generate(prompts, **how))
+        found = texts_of(on_gpu.stream(rows, batch_size=2, **how))
         assert found == texts_of(on_cpu.generate(prompts, **alone))
         kept.add(id(on_gpu._pool._kept))
     assert len(kept) == 1
-
-
-@pytest.mark.takes(seconds=20, gib=2)
-def test_a_stream_of_requests_gives_each_its_own_text(engines):
-    """Five through two places: rows that end make room for the next ones."""
-    on_gpu, on_cpu = engines
-    how = settings_of("triforce", **SMALL)
-    requests = [
-        Request(prompt, 5, generation=GenerationConfig(8 + 4 * number, ignore_eos=True))
-        for number, prompt in enumerate([*PROMPTS, [8] * 30, list(range(40, 60))])
-    ]
-    found = texts_of(on_gpu.stream(requests, batch_size=2, speculation=how["speculation"]))
-    for text, request in zip(found, requests, strict=True):
-        alone = {"generation": request.generation, "speculation": False}
-        assert text == on_cpu.complete(request.prompt, **alone).token_ids
 
 
 @pytest.mark.takes(seconds=30, gib=2)

@@ -21,7 +21,8 @@ class CopyStream:
     """A CUDA stream for copies that overlap the work of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # Captures, which would record copies, have priority 0: PyTorch lends 32 streams in turns.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def copying(self) -> Iterator[None]:

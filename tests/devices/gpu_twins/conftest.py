@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from threading import local
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from minitri.core import runner
 from minitri.core.caches.full import FullCache
@@ -44,7 +45,7 @@ def flash_kernel(q_BTHD, k_BSKD, v_BSKD, *, cache_seqlens, causal):
 class CpuPool(GraphPool):
     """Runs functions over static buffers, as graphs; a run overwrites what all have returned."""
 
-    is_in_step = False
+    here = local()  # `is_in_step`, which is there while this thread runs a step
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -53,7 +54,7 @@ class CpuPool(GraphPool):
 
     def record(self, run):
         def step():
-            with patch.object(CpuPool, "is_in_step", True):
+            with patch.object(CpuPool.here, "is_in_step", True, create=True):
                 return run()
 
         first = step()
@@ -63,7 +64,7 @@ class CpuPool(GraphPool):
         def again() -> None:
             for tensor in self._outputs:
                 tensor.fill_(-1 if tensor.dtype == torch.int64 else torch.nan)
-            step()
+            tree_map(torch.Tensor.copy_, first, step())  # where they were at capture
 
         return again, first
 
@@ -87,7 +88,8 @@ def lengths_on_the_device(monkeypatch):
         honest = cls.lengths.fget
 
         def lengths(self, honest=honest):
-            return [UNREADABLE] * len(honest(self)) if CpuPool.is_in_step else honest(self)
+            is_in_step = hasattr(CpuPool.here, "is_in_step")
+            return [UNREADABLE] * len(honest(self)) if is_in_step else honest(self)
 
         monkeypatch.setattr(cls, "lengths", property(lengths))
 

@@ -87,7 +87,7 @@ def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processor
 def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was_asked_for(
     monkeypatch, caplog
 ):
-    choose = partial(choose_attention, CPU, torch.float16, tiny_config())
+    choose = partial(choose_attention, CPU, torch.float16, tiny_config(head_dim=20))
     without_masks = lambda *inputs: attend_masked(*inputs[:4])  # noqa: E731
     for number, (backend, name) in enumerate(((attend_masked, "triton"), (without_masks, "math"))):
         monkeypatch.setattr(attention_backends, "make_backend", lambda name, made=backend: made)

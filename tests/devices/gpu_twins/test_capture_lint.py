@@ -63,12 +63,13 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
 
 
 def test_a_round_is_one_replay_and_captured_once_for_all_runs(lengths_on_the_device):
-    """Pass, filters and verdict are one graph, as the guesses of a drafter's round are."""
+    """Pass, filters and verdict are one graph, at any temperature, as a drafter's round is."""
     pool, target = LintedPool(), as_on_a_gpu(tiny_model(CONFIG))
     how = {"method": "triforce", "sampling": WARM, "budget": 24, **GAMMAS}
     how |= {"num_recent_tokens": 60, "graphs": pool}
     rig = Rig(target, PROMPTS[:1], draft=as_on_a_gpu(near_copy(target, 0.02)), **how)
     rig.start()
+    rig.runners["target"].set_sampling(0, replace(WARM, temperature=0.5, top_p=0.7))
     before, num_guesses = pool.num_runs - rig.num_verdicts(), rig.stats.stages[0].num_rounds
     rig.step()
     num_rounds = (rig.stats.stages[0].num_rounds - num_guesses) / GAMMAS["gamma1"]

@@ -43,6 +43,8 @@ def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree, recorde
     reads = full.held_layers(0) if method == "retrieval" else [full.tokens(0, 0, 9)]
     for keys, _ in reads:
         keys.sum()
+    full.update(4, random_block(full, 4))
+    full.write(4, 0, *random_block(full, 99).keys_BTKD[:2].transpose(1, 2))
     assert recorder.num_ordered > 200
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core import memory
 from minitri.files import kv_store
+from tests.apps.serve.conftest import PROMPT, complete, own_text, serving
 from tests.conftest import texts_of, tiny_engine
 from tests.core.rigs import GREEDY, random_prompt
 from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
@@ -17,19 +19,21 @@ from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu, offloaded
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 COLD = SamplingParams(0.5, 30, top_p=0.8, min_p=0.1)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
-GAMMAS = {"gamma1": 2, "gamma2": 3}
-TRIFORCE = SpeculationConfig("triforce", **GAMMAS, **SETTINGS)
+FORCED = {"method": "triforce", "gamma1": 2, "gamma2": 3}
+TRIFORCE = SpeculationConfig(**FORCED, **SETTINGS)
+HOSTED = {"offload": True, "on_chip": 1}
 
 
 @pytest.fixture
 def pools(lengths_on_the_device, monkeypatch):
-    """The pools of graphs that runs have made; engines behave as on a GPU."""
+    """The pools of graphs that runs have made; a `gpu_engine` behaves as on a GPU."""
     made = []
     allocate = memory.allocate
 
     def allocate_on_gpu(models, shape, **how):
         made.append(CpuPool())
-        graphs = made[-1] if shape.generation.cuda_graphs else None
+        is_on_gpu = hasattr(models.target.attend, "backend")
+        graphs = made[-1] if is_on_gpu and shape.generation.cuda_graphs else None
         if shape.generation.offload and not how["full"]:
             size = (shape.num_rows, shape.capacity)
             how["full"] = offloaded(shape.generation.on_chip, *size, config=models.target.config)
@@ -73,26 +77,25 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=16, **setti
 def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
     lengths, changes, settings, num_pools, pools
 ):
-    """After whatever the last run left: tokens, acceptance and rebuilds of a first run."""
+    """After whatever the last run left: tokens, acceptance and rebuilds of a first run on a CPU."""
     engine = gpu_engine()
     begin(engine, (90, 33), 40).close()  # up to a whole stride of slots
     got = say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
     assert len(pools) == num_pools
-    engine.release()
-    assert got == say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
+    assert got == say(tiny_engine(), lengths, replace(TRIFORCE, **changes), seed=3, **settings)
 
 
-@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
-def test_rows_of_any_filters_come_and_go_and_say_what_they_say_alone(placement, pools, recorder):
-    """As a server's: five requests for two rows of an open run, with open gammas; one is cancelled.
-    Captured passes serve all temperatures; penalties and other kinds of filters act outside."""
+@pytest.mark.parametrize(("placement", "plan"), [({}, {}), (HOSTED, {}), (HOSTED, FORCED)])
+def test_rows_of_any_filters_come_and_go_and_say_what_cpus_say(placement, plan, pools, recorder):
+    """As a server's: five requests for two rows of an open run; one is cancelled. Captured passes
+    serve all temperatures; penalties and other kinds of filters act outside. Alone: on a CPU."""
     engine, lengths = gpu_engine(), partial(GenerationConfig, ignore_eos=True, logprobs=0)
     kinds = (WARM, SamplingParams(1.0, 5), replace(COLD, presence_penalty=1), GREEDY, COLD)
     prompts = [random_prompt(engine.config, 20 + 9 * i) for i in range(5)]
     requests = [Request(prompts[i], i, kinds[i], lengths(8 + 4 * i)) for i in range(5)]
-    how = {"speculation": SpeculationConfig(coupled=True, **SETTINGS)}
-    eager = {"generation": GenerationConfig(cuda_graphs=False), **how}
-    ends = [engine.stream([it], **eager).result() for it in requests]  # by no graph
+    how = {"speculation": SpeculationConfig(coupled=True, **plan, **SETTINGS)}
+    plain = SpeculationConfig("autoregressive", coupled=True)
+    ends = [tiny_engine().stream([it], speculation=plain).result() for it in requests]
     near = partial(pytest.approx, abs=1e-4)
     alone = [[(it.token_id, near(it.logprob)) for it in end.tokens] for end in ends]
     settings = {"sampling": WARM, "generation": GenerationConfig(reserve=200, **placement)}
@@ -110,7 +113,18 @@ def test_rows_of_any_filters_come_and_go_and_say_what_they_say_alone(placement, 
     assert texts == [alone[0], alone[1][:1], *alone[2:]]
 
 
-@pytest.mark.parametrize("placement", [{}, {"offload": True, "on_chip": 1}])
+def test_a_request_over_http_that_comes_while_another_decodes_says_what_a_cpu_says(pools):
+    with serving(gpu_engine()) as server, server.held(4) as gate, ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(complete, server)]
+        server.wait(lambda: gate.is_reached)
+        asked.append(clients.submit(complete, server, prompt=PROMPT[9:]))
+        server.wait_for(num_open=2)
+        gate.set()
+    texts = [it.result().choices[0].text for it in asked]
+    assert texts == [own_text(tiny_engine(), prompt) for prompt in (PROMPT, PROMPT[9:])]
+
+
+@pytest.mark.parametrize("placement", [{}, HOSTED])
 def test_a_text_goes_on_from_files(placement, pools, recorder, tmp_path, monkeypatch):
     """Of a snapshot or a store, for which K and V that are still on their way are waited for."""
     monkeypatch.setattr(kv_store, "BLOCK", 32)

@@ -18,7 +18,8 @@ from minitri.devices.parallel.ranks import join
 from minitri.files import open_models
 from minitri.files.named_models import ModelChoice
 from tests.conftest import write_hf_folder
-from tests.core.rigs import new_cache, tiny_config
+from tests.core.rigs import Rig, new_cache, tiny_config
+from tests.devices.gpu_twins import conftest as twins
 
 TOKENS = [3, 320, 160, 161, 0, 7]
 MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11}
@@ -31,6 +32,7 @@ SHAPES = {
     "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
 SECONDS = 60
+lengths_on_the_device = twins.lengths_on_the_device
 
 
 class ThreadRanks(RankGroup):
@@ -67,6 +69,7 @@ def on_ranks(count, work):
         return list(pool.map(run, range(count)))
 
 
+@pytest.mark.usefixtures("lengths_on_the_device")
 @pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 2, 2, 3), strict=True)])
 def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count, monkeypatch):
     folder = write_hf_folder(tmp_path, **SHAPES[shape])
@@ -76,13 +79,17 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count, monkeypatch
 
     def logits(ranks):
         thread.ranks = ranks
+        pool = twins.CpuPool() if ranks.count > 1 else None  # passes are replayed on all together
         model, _ = open_models.OpenModel(choice).load_target()
         tokens = [token % model.config.vocab_size for token in TOKENS]
         cache = new_cache(model.config, dtype=torch.float32)
-        return model.logits(read_block(model, [tokens], cache)), model.num_bytes
+        found = model.logits(read_block(model, [tokens], cache)), model.num_bytes
+        how = {"method": "triforce", "gamma1": 2, "gamma2": 3, "budget": 24, "num_new": 6}
+        return *found, Rig(twins.as_on_a_gpu(model), twins.PROMPTS, graphs=pool, **how).run()
 
-    whole, num_bytes = logits(Ranks())
-    for share, share_bytes in on_ranks(count, logits):
+    whole, num_bytes, text = logits(Ranks())
+    for share, share_bytes, share_text in on_ranks(count, logits):
+        assert share_text == text
         torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
         assert share_bytes < 1.1 * num_bytes / count
 
@@ -112,8 +119,7 @@ def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatc
 class Graph:
     """Stands for a captured CUDA graph."""
 
-    def __init__(self) -> None:
-        self.reset = Mock()
+    reset = Mock()
 
 
 def test_a_group_hands_on_errors_and_ends_after_its_graphs(monkeypatch):
