@@ -66,7 +66,9 @@ def demand_of(args: Namespace) -> Demand:
     longest = config.context_length
     context = args.context or longest
     if context > longest:
-        log.warning(f"{config.name} holds {longest}, not {context}; use --rope-scaling, or fewer")
+        log.warning(
+            f"{config.name} holds {longest} tokens, not {context}; see --rope-scaling, --context"
+        )
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk, offload=True)
     return Demand(

@@ -28,7 +28,7 @@ from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
 
-MOST_RECENT = 60  # latest tokens reread to catch up; twice as many gain < 0.01 of acceptance
+MOST_RECENT = 60  # latest tokens reread to catch up; twice as many gain < 0.03 of acceptance
 
 
 @dataclass(eq=False)

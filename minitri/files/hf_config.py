@@ -25,8 +25,9 @@ def read_config(settings: Settings, name: str) -> ModelConfig:
     Raises `InputError` for a model of an unknown family, or wrong values."""
     kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # a file may have any type here
-        got = f"{name} is a {shorten(repr(kind), 60)} model"
-        raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
+        raise InputError(
+            f"{name} is a {shorten(repr(kind), 60)} model; use one of {', '.join(FAMILIES)}"
+        )
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = read_table("family_default").get(kind, {}) | without_null(settings)
         # Unlike other nulls this one says that there is no window.

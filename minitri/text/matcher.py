@@ -88,8 +88,7 @@ def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """Vocabulary of a tokenizer, with the model's end tokens, as an `LLTokenizer` of llguidance.
     Raises `InputError` if the library or an end token is absent."""
     if not config.eos_token_ids:
-        problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
-        raise InputError(f"{problem}; use another model")
+        raise InputError(f"{config.name} has no end-of-sequence token for a grammar; use another")
     with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
         import llguidance
 

@@ -57,8 +57,7 @@ def text_filters(
     vocab_size = config.vocab_size
     for token in dict(sampling.logit_bias):
         if token >= vocab_size:
-            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
-            raise InputError(f"{got}; leave it out")
+            raise InputError(f"logit_bias has token {token} of {vocab_size} tokens; leave it out")
     matcher = None
     if sampling.grammar:
         matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)

@@ -36,8 +36,7 @@ def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> 
             return [convert(item) for item in prompt]
     except TypeError:
         pass
-    got = f"the prompt is {shorten(repr(prompt), 60)}"
-    raise InputError(f"{got}; give a text, a list of token ids, or a list of those")
+    raise InputError(f"the prompt is {shorten(repr(prompt), 60)}; give texts or lists of token ids")
 
 
 def as_int(number: Any) -> int:

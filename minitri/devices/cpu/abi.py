@@ -95,12 +95,12 @@ class LayerWeights(Struct):
 
 
 class PassArguments(AttentionArguments):
-    """Arguments of the C++ kernel for a pass of all L layers over a short block x, in place.
+    """Arguments of the C++ kernel for a pass of L layers, or of `first` alone, over x, in place.
     kv_layer and queries_layer are strides; queries gets rotated ones of the last W tokens."""
 
     _fields_ = layout(
         pointers="layers x cos sin raw_keys queries",
-        integers="L W E kv_layer queries_layer",
+        integers="L W E first kv_layer queries_layer",
         doubles="eps scale",
     )
 

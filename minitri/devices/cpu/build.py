@@ -119,8 +119,7 @@ def architecture() -> str:
     """The compiler's -march for $MINITRI_KERNELS, such as x86-64-v3. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
-        got = f"MINITRI_KERNELS is {shorten(name, 20)}"
-        raise InputError(f"{got}; give avx2, avx512 or off, or unset it: all of this processor")
+        raise InputError(f"MINITRI_KERNELS is {shorten(name)}; give avx2, avx512, off or unset it")
     return VARIANTS[name]
 
 

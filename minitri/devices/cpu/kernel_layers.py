@@ -1,7 +1,7 @@
 """Modules of a Llama on compiled CPU kernels, and `use_kernels`, which puts them into a model.
 
-A pass is one kernel call for all layers. With plain weights, a block that is part of a prompt or
-longer than LONGEST_BLOCK goes layer by layer, and so does one with K and V in host memory.
+A short pass is one kernel call. A block of a prompt, or a long one, takes a call for each layer;
+with plain weights, or K and V in host memory, it goes through the modules of each layer instead.
 Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
 H query heads, K KV heads, D head dim.
 """
@@ -129,7 +129,7 @@ class KernelPartialHead(KernelHead):
 
 
 class KernelLayers(Layers):
-    """All transformer blocks; one call of a kernel computes a pass, and writes the cache."""
+    """All transformer blocks; calls of a kernel compute a pass, and write the cache."""
 
     def __init__(self, plain: Layers, kernels: Kernels) -> None:
         """Takes over the modules of `plain`, whose linear layers are `KernelLinear` already."""
@@ -137,13 +137,12 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        cache = shared.cache
-        is_short = not shared.is_prompt and x_BTE.shape[1] <= LONGEST_BLOCK
-        if cache.is_hosted or not (is_short or self.are_quantized):
+        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
+        if shared.cache.is_hosted or (is_long and not self.are_quantized):
             compiled = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone()
-        arguments = self.arguments(x_BTE, cache, shared.mask_TT)
+        arguments = self.arguments(x_BTE, shared.cache, shared.mask_TT)
         set_turns(arguments, shared.rotary, arguments.B * arguments.T * arguments.D)
         queries = shared.queries_LBTHD
         if queries is not None:
@@ -152,7 +151,8 @@ class KernelLayers(Layers):
             is_right = (queries.shape, queries.dtype) == (wanted, x_BTE.dtype)
             require(is_right, queries[0].is_contiguous(), tensors=(queries,))
             arguments.fill(queries=queries, W=W, queries_layer=queries.stride(0))
-        self.kernels.call("pass", arguments, x_BTE.dtype, is_short)
+        for arguments.first in range(len(self) if is_long else 1):
+            self.kernels.call("pass", arguments, x_BTE.dtype, is_long)
         return x_BTE
 
     def arguments(
@@ -282,7 +282,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
         kept |= zip([name for name, _ in keys], packed_NX.tensor_split([*ends]), strict=True)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
     forms = [it.form for it in model.modules() if isinstance(it, KernelLinear)]
-    model.layers.are_quantized = Form.PLAIN not in forms
+    model.layers.are_quantized = Form.PLAIN not in forms and "AMX" not in layer.kernels.instructions
     log.debug("%d of %d matrices stay quantized", len(forms) - forms.count(Form.PLAIN), len(forms))
     return kept
 

@@ -79,7 +79,7 @@ struct PassArguments : AttentionArguments {  // keys and values of all layers; n
     const float *cos, *sin;  // (R, D)
     void* raw_keys;          // keys before RoPE, in the same layout; or null
     void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
-    int64_t L, W, E;
+    int64_t L, W, E, first;
     int64_t kv_layer, queries_layer;  // strides, in numbers
     double eps, scale;                // of norms; of what attention and MLP add
 };
@@ -121,7 +121,8 @@ void rotate_and_write(const PassArguments& p, int64_t i, T* qkv, T* queries) {
     }
 }
 
-// All layers of a model over a block.
+// All layers of a model over a short block; or layer `first` alone, so that one who reads a long
+// prompt can be interrupted in between.
 template <class Op> void pass(const PassArguments& p, bool is_short) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
@@ -133,7 +134,7 @@ template <class Op> void pass(const PassArguments& p, bool is_short) {
         linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
                                     is_gated, false, p.eps, p.scale});
     };
-    for (int64_t i = 0; i < p.L; ++i) {
+    for (int64_t i = p.first; i < (is_short ? p.L : p.first + 1); ++i) {
         const LayerWeights& layer = p.layers[i];
         T* part = qkv;
         for (const Matrix& m : layer.qkv) {
@@ -278,7 +279,7 @@ KERNEL(attention, AttentionArguments, attention<Op>(*a, option))
 KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
 KERNEL(product, LinearArguments, product_of<T>(option, *a))
 KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
-KERNEL(pass, PassArguments, pass<Op>(*a, option))
+KERNEL(pass, PassArguments, pass<Op>(*a, !option))
 KERNEL(norm, LinearArguments, norm<T>(*a))
 KERNEL(round, RoundArguments, draft_round<Op>(*a))
 KERNEL(rotate, RotateArguments, rotate<T>(*a))
