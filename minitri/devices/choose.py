@@ -39,7 +39,7 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
         if device.type == "cuda" and (device.index or 0) < num_gpus:
             return device
     seen = f"PyTorch {torch.__version__} sees {num_gpus} GPUs"
-    raise InputError(f"device={name!r} is not there ({seen}); use device=cpu, or a lower number")
+    raise InputError(f"device={name!r} is not there ({seen}); use device=cpu, or one that it sees")
 
 
 def choose_dtype(name: str, device: torch.device, *, has_kernels: bool = False) -> torch.dtype:

@@ -158,7 +158,7 @@ class Pass:
 class Layers(nn.ModuleList):
     """The transformer blocks, applied in order."""
 
-    are_quantized = False  # whether CPU kernels compute prompts, too: in few bits, without AMX
+    reads_prompts = False  # whether CPU kernels compute prompts, too: in few bits, without AMX
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         # `forward` saves the microseconds that a module's `__call__` spends on hooks.

@@ -138,7 +138,7 @@ class KernelLayers(Layers):
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
-        if shared.cache.is_hosted or (is_long and not self.are_quantized):
+        if shared.cache.is_hosted or (is_long and not self.reads_prompts):
             compiled = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone()
@@ -282,7 +282,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
         kept |= zip([name for name, _ in keys], packed_NX.tensor_split([*ends]), strict=True)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
     forms = [it.form for it in model.modules() if isinstance(it, KernelLinear)]
-    model.layers.are_quantized = Form.PLAIN not in forms and "AMX" not in layer.kernels.instructions
+    model.layers.reads_prompts = Form.PLAIN not in forms and "AMX" not in layer.kernels.instructions
     log.debug("%d of %d matrices stay quantized", len(forms) - forms.count(Form.PLAIN), len(forms))
     return kept
 

@@ -139,7 +139,7 @@ def test_a_block_or_cache_that_does_not_fit_is_refused():
 def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):
     """Reads a prompt in ways that must leave the same bits of K and V."""
     model = quantized_copy(on_kernels(config, dtype)) if is_quantized else on_kernels(config, dtype)
-    model.layers.are_quantized = is_quantized
+    model.layers.reads_prompts = is_quantized
     prompt = random_prompt(config, 701)
     caches = []
     for ends in ([700], [256, 700], [1, 2, 9, 340, 341, 470, 699, 700], range(100, 701, 100)):
