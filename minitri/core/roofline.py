@@ -35,7 +35,7 @@ class Machine:
 # Nominal machines: of the right order of magnitude, and the same in every run.
 # Fitted to tables of section "... what auto gains, in forty settings" of tools/RESULTS.md.
 CPU = Machine(30e9, 25e9, 0.05e-3, 0.4e-3, 0.15, 0.03, 0.16, flops_per_second=300e9)
-# Without AVX-512 a CPU is bound by arithmetic sooner.
+# Without AVX-512 it is bound by arithmetic sooner: section "what a pass ... really costs".
 NARROW_CPU = replace(CPU, share_of_kv=0.4, share_of_rest=0.08, flops_per_second=180e9)
 GPU = Machine(2e12, 25e9, 0.05e-3, share_of_kv=0.01, share_of_rest=0.01)
 

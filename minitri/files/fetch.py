@@ -131,7 +131,9 @@ def _download(repo: str, *patterns: str, local_only: bool = False, progress: boo
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    with explain(f"repository {shorten(repo, 60)} is not on disk, and cannot be fetched", ADVICE):
+    with explain(
+        f"repository {shorten(repo, 60)} is not on this machine, and cannot be fetched", ADVICE
+    ):
         folder = snapshot_download(
             **of_revision(repo),
             allow_patterns=[*patterns],

@@ -173,7 +173,7 @@ def plan_weights(
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         if choice.weights == "native":
             raise InputError(
-                "weights=native needs a GGUF file of 4 to 8 bits and compiled kernels; leave it out"
+                "weights=native needs a GGUF file of 4 to 8 bits and the compiled kernels; omit it"
             )
         return WeightPlan(wanted, keeps_quantized=False)
     if choice.weights == "dense":

@@ -144,7 +144,7 @@ def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, mo
             load(path)
     fine = as_gguf(folders["tied"], tmp_path / "fine.gguf", kind="Q4_0")
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
-    with refused("weights=native needs", "compiled kernels"):
+    with refused("weights=native needs", "the compiled kernels"):
         load(fine)
 
 
@@ -155,5 +155,5 @@ def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
     path = as_gguf(folder, tmp_path / "wide.gguf", kind="F16", **kinds)
     assert not load(path, "auto").model.execution.is_row_invariant
     assert logits(load(path, "auto").model).isfinite().all()
-    with refused("compiled kernels"):
+    with refused("the compiled kernels"):
         load(path)
