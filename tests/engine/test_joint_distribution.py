@@ -107,7 +107,6 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     numbers = random.Random(0)
     cost = lambda *_: numbers.choice([1.0, 10.0, 100.0])  # noqa: E731
     monkeypatch.setattr("minitri.core.stack.Stack.predictor_for", lambda *_: cost)
-    monkeypatch.setattr(autotuner, "CAUTION", 0.0)  # else no guess pays in three tokens
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(autotuner.Autotuner, "wants_retrieval", always, raising=False)
     counts, runs = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64), []
