@@ -164,8 +164,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         """Context that adds the seconds of its body, which must not yield, to `stats`'s `field`."""
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        setattr(self.stats, field, getattr(self.stats, field) + seconds)
+        setattr(self.stats, field, getattr(self.stats, field) + time.perf_counter() - started)
 
     def _admit(self, stack: Stack) -> None:
         for b, old in [*self._scheduler.admitted.items()]:

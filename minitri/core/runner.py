@@ -60,6 +60,8 @@ class Passes:
             tokens_BT = padded_BT.scatter(1, places_BN[:, 1:].clamp(max=T), guesses_BN)[:, :-1]
             block = replace(block, tokens_BT=tokens_BT.contiguous())
         hidden_BTE = self.model.forward(block, self.cache, mask_TT, self.queries_LBTHD)
+        if T == 1:
+            return hidden_BTE
         return hidden_BTE.take_along_dim(places_BN.clamp(max=T - 1).unsqueeze(2), 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
@@ -136,8 +138,7 @@ class ModelRunner:
         size = min((size for size in self.block_sizes if size >= T), default=T)
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
         if source and self.graphs and self.has_captured_filters and not any(self.text_filters):
-            starts = [len(sequence) for sequence in sequences]
-            numbers_BN = source.numbers(guesses.counts, starts, active)
+            numbers_BN = source.numbers(guesses.counts, [*map(len, sequences)], active)
             inputs = guesses.padded(numbers_BN, size - 1, self.passes.vocab_size)
             logits_BNV, probs_BNV, verdict_BX = self.graphs.run(
                 self.passes.verify, packed_4BT, *inputs, rule=source.rule
@@ -313,8 +314,7 @@ class DraftRunner(ModelRunner):
         """Refills row b of the cache with the first (sinks) and the latest of these tokens."""
         settings = self.cache.settings
         sinks = settings.num_sink_tokens
-        num_recent = min(settings.num_recent_tokens, MOST_RECENT)
-        window = tokens[:sinks] + tokens[sinks:][-num_recent:]
+        window = tokens[:sinks] + tokens[sinks:][-min(settings.num_recent_tokens, MOST_RECENT) :]
         self.cache.reset(b)
         read_block(self.model, [window], self.cache.row(b))
         self.cache.hold(b, len(window), len(tokens))

@@ -169,8 +169,7 @@ class Stack:
         part, first = self._part(rows)
         with self.target.execution.decoding():
             emitted = part.start([b - first for b in rows])
-            outcome = {b: emitted[b - first] for b in rows}
-            self._commit(outcome)
+            outcome = self._commit({b: emitted[b - first] for b in rows})
             part, _ = self._part(self._busy)
             part.catch_up()
         return outcome
@@ -182,9 +181,7 @@ class Stack:
         part, first = self._part(busy)
         with self.target.execution.decoding():
             emitted = part.step()
-            outcome = {b: emitted[b - first] for b in busy}
-            self._commit(outcome)
-        return outcome
+            return self._commit({b: emitted[b - first] for b in busy})
 
     @property
     def _busy(self) -> list[int]:
@@ -220,8 +217,8 @@ class Stack:
             return self.cascade, 0
         return self.cascade.of_rows(span), span.start
 
-    def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates the retrieval cache by `emitted` tokens; rows whose update fails get an error."""
+    def _commit(self, emitted: dict[int, Emitted]) -> dict[int, Emitted]:
+        """Updates the retrieval cache by `emitted`; returns it, with errors of failed updates."""
         cache = self.memory.retrieval_cache
         if cache:
             cache.is_wanted = self.tuner.wants_retrieval
@@ -234,6 +231,7 @@ class Stack:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
                 except (RuntimeError, MemoryError) as error:
                     emitted[b] = replace(new, tokens=[], error=error)
+        return emitted
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
         """Ends the text of row b; with `is_sound` later prompts may reuse its K and V."""

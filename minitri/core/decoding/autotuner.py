@@ -115,7 +115,7 @@ class Autotuner:
 
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
-        default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
+        default = self._factors.get("target", 1.0)
         return self._factors.get(stage, default) * self.predict_seconds(stage, round(num_guesses))
 
 

@@ -76,11 +76,11 @@ class IndependentSource(RandomSource):
         self._by_row[b] = torch.Generator().manual_seed(seed)
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
-        uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
+        rows = [[0.0] * (max(counts) + 1) for _ in counts]
         for b, n in enumerate(counts):
             if active[b]:  # the last number is for the token after the guesses
-                uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
-        return uniforms_BN
+                *rows[b][:n], rows[b][-1] = self.uniforms(b, n + 1).tolist()
+        return torch.tensor(rows, dtype=torch.float64)
 
     def uniforms(self, b: int, count: int) -> Tensor:
         return torch.rand(count, dtype=torch.float64, generator=self._by_row[b])

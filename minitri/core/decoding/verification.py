@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from minitri.core.decoding.sampling import gumbel_argmax, sample
 
@@ -47,8 +46,7 @@ class Proposal:
         if isinstance(origins, str):
             origins = [[origins] * n for n in counts]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
-        tokens_BN = torch.tensor(padded, dtype=torch.int64)
-        tokens_BN = tokens_BN.to(probs_BNV.device, non_blocking=True)
+        tokens_BN = torch.tensor(padded, dtype=torch.int64).to(probs_BNV.device, non_blocking=True)
         return cls(counts, tokens_BN, probs_BNV, origins, **fields)
 
     @classmethod
@@ -66,9 +64,10 @@ class Proposal:
         tokens_BN = self.tokens_BN
         q_BNV = self.probs_BNV
         pad = N - tokens_BN.shape[1]
-        if pad or q_BNV.shape[2] < V:  # a captured pass has more places, an empty proposal no V
-            tokens_BN = F.pad(tokens_BN, (0, pad))
+        if pad or q_BNV.shape[2] < V:  # an empty proposal has no V
             q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
+        if pad:  # a captured pass has more places
+            tokens_BN = F.pad(tokens_BN, (0, pad))
             numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
         return numbers_BN, Guesses(tokens_BN, q_BNV, torch.tensor(self.counts))
 
@@ -161,9 +160,11 @@ without a host sync."""
 def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
     """Applies a rule, with the verifier's p (B, N + 1, V) and random numbers, to a proposal.
     Returns each row's accepted guesses and one more token, or none if p or q is not finite."""
-    inputs = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
-    inputs = tree_map(lambda it: it.to(p_BNV.device, non_blocking=True), inputs)
-    return proposal.emitted(rule(p_BNV, *inputs).packed(inputs[1]))
+    numbers_BN, guesses = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
+    device = p_BNV.device
+    guesses = Guesses(*(it.to(device, non_blocking=True) for it in guesses))
+    verdict = rule(p_BNV, numbers_BN.to(device, non_blocking=True), guesses)
+    return proposal.emitted(verdict.packed(guesses))
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:

@@ -267,8 +267,8 @@ def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | No
 
 def are_rows(rows_R: Tensor, N: int) -> bool:
     """Whether a tensor has valid row numbers of a matrix with N rows."""
-    is_list = rows_R.dtype == torch.int64 and rows_R.is_contiguous()
-    return is_list and bool(((rows_R >= 0) & (rows_R < N)).all())
+    first, last = map(int, rows_R.aminmax())
+    return rows_R.dtype == torch.int64 and rows_R.is_contiguous() and 0 <= first <= last < N
 
 
 def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:

@@ -148,8 +148,9 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     using Form = Layout<BITS>;
     static constexpr int ROWS = REGISTERS / 4;  // of a tile
     static constexpr int ALL = Form::ALL;
-    static constexpr int64_t FAR = 32768;   // bytes that weights are fetched ahead
     static constexpr int64_t TOGETHER = 8;  // groups that are unpacked at once, for many rows
+    // Weights are fetched a whole panel ahead, or, of long panels, some.
+    int64_t far = Form::panel_bytes < 8192 ? Form::panel_bytes : 24576;
     Quantized(const LinearArguments& a, const Rows<ShortGroup>&, bool is_nested)
         : Form(a.weights, a.E, is_nested) {}
 
@@ -201,7 +202,7 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
                                 continue;
                             }
                             for (int line = 0; line <= BITS; ++line)
-                                __builtin_prefetch(panel + g * group_bytes + FAR + line * 64, 0,
+                                __builtin_prefetch(panel + g * group_bytes + far + line * 64, 0,
                                                    L2);
                             const typename Form::Packed group{*this, panel, g};
                             add<M, V>(x, group, first, total);
