@@ -294,8 +294,7 @@ class DraftRunner(ModelRunner):
         is_captured = self.graphs and self.has_captured_filters
         if any(self.text_filters) or not (is_captured or is_one_call):
             return super().draft(sequences, active, N, source)
-        starts = [len(sequence) for sequence in sequences]
-        numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
+        numbers_BN = source.numbers([N - 1] * len(active), [*map(len, sequences)], active)
         fresh = self.unread(sequences, active)
         if self.graphs:
             size = self.cache.settings.max_block  # one size, so that graphs are few

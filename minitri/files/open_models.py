@@ -85,6 +85,7 @@ class OpenModel:
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)
         self.config = config
         self.plan = plan_weights(choice, self.checkpoint, kernels)
+        log.debug("%s: %s", config.name, self.plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and a copy in fewer bits if one guesses with the retrieval cache."""

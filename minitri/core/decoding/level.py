@@ -133,7 +133,7 @@ class Level(Stage):
         output = self.runner.next_probs(sequences, active, proposal, self.source)
         outcome = output.emitted_rows
         if outcome is None:
-            starts = [len(sequence) for sequence in sequences]
+            starts = [*map(len, sequences)]
             outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):

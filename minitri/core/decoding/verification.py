@@ -161,9 +161,8 @@ def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) ->
     """Applies a rule, with the verifier's p (B, N + 1, V) and random numbers, to a proposal.
     Returns each row's accepted guesses and one more token, or none if p or q is not finite."""
     numbers_BN, guesses = proposal.padded(numbers_BN, p_BNV.shape[1] - 1, p_BNV.shape[2])
-    device = p_BNV.device
-    guesses = Guesses(*(it.to(device, non_blocking=True) for it in guesses))
-    verdict = rule(p_BNV, numbers_BN.to(device, non_blocking=True), guesses)
+    guesses = Guesses(*(it.to(p_BNV.device, non_blocking=True) for it in guesses))
+    verdict = rule(p_BNV, numbers_BN.to(p_BNV.device, non_blocking=True), guesses)
     return proposal.emitted(verdict.packed(guesses))
 
 
