@@ -48,7 +48,7 @@ class ChunkRetrieval(Policy):
     A chunk after one of a high score gets a high score, too: a fact may cross their border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
-        scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))
+        scores_KN = attention_received(q_KRD, chunks_KNMD.sum(2) / chunks_KNMD.shape[2])
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
 

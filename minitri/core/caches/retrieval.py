@@ -62,6 +62,7 @@ class RetrievalCache(Cache):
         custom = copy.deepcopy(speculation.policy)
         self._policy: Policy = custom if self._is_custom else ChunkRetrieval()
         self._settings = speculation
+        self._reading = model.execution.reading
         window = speculation.observation_window
         self.max_prompt_queries = None if getattr(custom, "wants_prompt", False) else window
         """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
@@ -120,8 +121,9 @@ class RetrievalCache(Cache):
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_selected and self._is_due(row, known):
             row.is_selected = True
-            for layer, pair in enumerate(self._full.layers(b)):
-                self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
+            with self._reading():
+                for layer, pair in enumerate(self._full.layers(b)):
+                    self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_selected:
             self._copy_window(b)
             M = self._settings.chunk_size

@@ -18,7 +18,7 @@ SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.003  # a plan's bonus factor for each step that a stage of it idles after PATIENCE
 WINDOW = 64  # most tokens that a drafter reads to catch up: sinks and `runner.MOST_RECENT`
-BUILD = 3.0  # passes of the target that take as long as the first build of the retrieval cache
+BUILD = 5.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 

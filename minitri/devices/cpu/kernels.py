@@ -67,11 +67,12 @@ class Kernels:
         """Context, held by one caller at a time, in which PyTorch uses `count` threads, or all.
         Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
         with self._one_at_a_time:
+            before = torch.get_num_threads()
             torch.set_num_threads(count or self.num_threads)
             try:
                 yield
             finally:
-                torch.set_num_threads(self.num_threads)
+                torch.set_num_threads(before)
 
     def attend(
         self,
