@@ -12,8 +12,7 @@ class InputError(ValueError):
     Programs show a setting, `budget=30`, as a flag, and leave out `ways` whose flag they lack."""
 
     def __init__(self, message: str, *ways: str) -> None:
-        choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))
-        super().__init__("; ".join(filter(None, (message, choice))))
+        super().__init__(message + "; " * bool(ways) + " or ".join(ways))
         self.message = message
         self.ways = ways
 

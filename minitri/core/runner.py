@@ -55,7 +55,7 @@ class Passes:
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]  # of the N + 1 outputs
         block = unpack_block(packed_4BT)
         T = packed_4BT.shape[2]
-        if len(guesses_BN[0]):  # guesses past the block's end are ignored
+        if guesses_BN.numel():  # guesses past the block's end are ignored
             padded_BT = F.pad(block.tokens_BT, (0, 1))
             tokens_BT = padded_BT.scatter(1, places_BN[:, 1:].clamp(max=T), guesses_BN)[:, :-1]
             block = replace(block, tokens_BT=tokens_BT.contiguous())

@@ -15,8 +15,6 @@ Legend: L layers, T tokens, S slots, K KV heads, H query heads, D head dim, N ch
 chunk, R = H / K times tokens in the observation window.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -48,6 +46,7 @@ class ChunkRetrieval(Policy):
     A chunk after one of a high score gets a high score, too: a fact may cross their border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
+        # On a CPU the mean of 16-bit numbers takes twice as long as their sum.
         scores_KN = attention_received(q_KRD, chunks_KNMD.sum(2) / chunks_KNMD.shape[2])
         scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
         return scores_KN
@@ -56,5 +55,5 @@ class ChunkRetrieval(Policy):
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:
     """Softmax attention over N keys, summed over R queries: (K, N) float32."""
     # In float32, which CPUs without instructions for bfloat16 multiply ten times as fast.
-    scores_KRN = (q_KRD.float() / math.sqrt(q_KRD.shape[-1])) @ keys_KND.float().transpose(1, 2)
+    scores_KRN = (q_KRD.float() * q_KRD.shape[-1] ** -0.5) @ keys_KND.float().transpose(1, 2)
     return scores_KRN.softmax(-1).sum(1)

@@ -71,9 +71,8 @@ class RetrievalCache(Cache):
         plain = [layer for layer in range(L) if layer not in self._windowed]
         self._plain = plain if self._window else slice(None)
         slots = pad_to_stride(max(*budgets, self._window) + speculation.room)
-        small = (L, B, K, slots, D)
         make_slots = model.execution.make_slots or plain_slots
-        super().__init__(*make_slots(small, model.dtype, model.device))
+        super().__init__(*make_slots((L, B, K, slots, D), model.dtype, model.device))
         self.queries_LBTHD = empty_queries(model, B, speculation.max_block)
         """Rotated queries of the latest block of the target, whose passes write them."""
         # Queries of each row's latest tokens, in pieces (L, T, H, D): the last W tokens count.
@@ -121,7 +120,7 @@ class RetrievalCache(Cache):
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_selected and self._is_due(row, known):
             row.is_selected = True
-            with self._reading():
+            with self._reading():  # on all CPU threads
                 for layer, pair in enumerate(self._full.layers(b)):
                     self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_selected:

@@ -116,8 +116,8 @@ class Autotuner:
 
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round, scaled by measured times of it or of the target."""
-        default = self._factors.get("target", 1.0)
-        return self._factors.get(stage, default) * self.predict_seconds(stage, round(num_guesses))
+        factor = self._factors.get(stage, self._factors.get("target", 1.0))
+        return factor * self.predict_seconds(stage, round(num_guesses))
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:

@@ -91,10 +91,9 @@ class TextFilters:
                     logits_V.copy_(left_V)
             if ids := [token for token in self._banned(path) if token < len(logits_V)]:
                 ids_U = torch.tensor(ids, device=logits_V.device)
-                before_U = logits_V[ids_U]
-                logits_V[ids_U] = -math.inf
-                if logits_V.amax() == -math.inf:
-                    logits_V[ids_U] = before_U
+                left_V = logits_V.index_fill(0, ids_U, -math.inf)
+                if left_V.amax() > -math.inf:
+                    logits_V.copy_(left_V)
 
     def _banned(self, path: list[int]) -> list[int]:
         num_new = len(self.text) - self._first + len(path)

@@ -63,8 +63,8 @@ class Kernels:
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
-    def threads(self, count: int | None = None) -> Iterator[None]:
-        """Context, held by one caller at a time, in which PyTorch uses `count` threads, or all.
+    def threads(self, count: int = 0) -> Iterator[None]:
+        """Context, held by one thread at a time, in which PyTorch uses `count` threads; 0: all.
         Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
         with self._one_at_a_time:
             before = torch.get_num_threads()
