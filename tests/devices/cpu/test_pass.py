@@ -154,11 +154,12 @@ def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):
 
 @pytest.mark.parametrize(("config", "threads"), [(LONG, 1), (WIDE, 1), (BROAD, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypatch, request):
-    """Threads may share the outputs of few matrices."""
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypatch):
+    """Threads may share the outputs of few matrices; a step's threads are as many as before."""
     monkeypatch.setattr(load_kernels(), "num_threads", threads)
-    read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
+    with load_kernels().threads(2):
+        read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
+        assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("bias", [True, False])
