@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from minitri.core.settings import StepPlan, num_nodes
 
-# Measured in sections "Ablation of the autotuner" and "... what auto gains" of tools/RESULTS.md.
+# Measured in tools/RESULTS.md: sections "Ablation of the autotuner", "... what auto gains" and
+# "... the build of the retrieval cache, and what choosing costs".
 FIRST_RATES = {"draft": 0.5, "retrieval": 0.95}  # assumed before a guess was tested
 FIRST_TESTED = 15.0  # weight of this assumption, in tested guesses
 MEMORY = 0.97  # factor by which older tested guesses weigh less, for each verdict about a row
@@ -20,7 +21,7 @@ EXPLORATION = 1.003  # a plan's bonus factor for each step that a stage of it id
 WINDOW = 64  # most tokens that a drafter reads to catch up: sinks and `runner.MOST_RECENT`
 BUILD = 5.0  # passes of the target that take as long as the first build of the retrieval cache
 PATIENCE = 32  # steps without a stage before it gets a bonus
-PAUSE = 4  # steps from one comparison of all plans, which takes 0.5 ms, to the next
+PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 
 
 class Autotuner:
@@ -55,11 +56,13 @@ class Autotuner:
         """The plan of the next step, by predicted speed. Before the first one that needs the
         retrieval cache, if that is not built, comes `plans[0]`, whose step builds it."""
         if not self._use_clock or "target" in self._factors:
-            if self.plan.proposers or self._num_choices % PAUSE == 0:
+            turn = self._num_choices % PAUSE
+            if self.plan.proposers or not turn:
                 unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
                 build_seconds = 0 if self.wants_retrieval else BUILD * self._cost("target", 0)
                 setup = {"draft": unread_seconds, "retrieval": build_seconds}
-                some = [self._plans[0], self.plan] if self._num_choices % PAUSE else self._plans
+                # To compare all takes 0.5 ms, which every second step is spared.
+                some = [self._plans[0], self.plan] if turn % 2 else self._plans
                 speeds = {plan: self._value(plan, setup) for plan in some}
                 best = max(speeds, key=speeds.__getitem__)
                 if speeds[best] > HYSTERESIS * speeds[self.plan]:

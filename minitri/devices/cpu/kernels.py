@@ -65,7 +65,8 @@ class Kernels:
     @contextlib.contextmanager
     def threads(self, count: int = 0) -> Iterator[None]:
         """Context, held by one thread at a time, in which PyTorch uses `count` threads; 0: all.
-        Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads."""
+        Reading of prompts uses all, decoding 1, as more would compete with the kernels' threads.
+        At the end the calling thread has as many as before."""
         with self._one_at_a_time:
             before = torch.get_num_threads()
             torch.set_num_threads(count or self.num_threads)
