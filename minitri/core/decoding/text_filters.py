@@ -86,14 +86,10 @@ class TextFilters:
                     logits_V.fill_(math.nan)
                     continue
                 is_bad_V = is_bad_V[: len(logits_V)].to(logits_V.device)
-                left_V = logits_V.masked_fill(is_bad_V, -math.inf)
-                if left_V.amax() > -math.inf:
-                    logits_V.copy_(left_V)
+                forbid(logits_V, logits_V.masked_fill(is_bad_V, -math.inf))
             if ids := [token for token in self._banned(path) if token < len(logits_V)]:
                 ids_U = torch.tensor(ids, device=logits_V.device)
-                left_V = logits_V.index_fill(0, ids_U, -math.inf)
-                if left_V.amax() > -math.inf:
-                    logits_V.copy_(left_V)
+                forbid(logits_V, logits_V.index_fill(0, ids_U, -math.inf))
 
     def _banned(self, path: list[int]) -> list[int]:
         num_new = len(self.text) - self._first + len(path)
@@ -131,6 +127,12 @@ class TextFilters:
         if params.presence_penalty:
             x_NU = x_NU - params.presence_penalty * (counts_NU > 0).to(x_NU)
         logits_NV.index_copy_(1, ids_U, x_NU)
+
+
+def forbid(logits_V: Tensor, left_V: Tensor) -> None:
+    """Copies `left_V`, logits without some tokens, to `logits_V`; not if no token is left."""
+    if left_V.amax() > -math.inf:
+        logits_V.copy_(left_V)
 
 
 def filtered_logits(
