@@ -12,6 +12,7 @@ import torch
 import minitri
 from minitri import End, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.requests import PrefillProgress
+from minitri.core.runner import ModelRunner
 from tests.conftest import load, texts_of
 
 WARM = SamplingParams(temperature=0.9, top_p=0.95)
@@ -75,17 +76,18 @@ def test_where_requests_may_come_a_prompt_is_read_in_chunks_of_a_second(
 def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
     """Wherever the only text stands: the first place still holds a text that has ended."""
     sizes = set()
+    plain = ModelRunner.unread
 
-    def logits(hidden):
-        sizes.add(len(hidden))
-        return type(engine.model).logits(engine.model, hidden)
+    def unread(runner, sequences, active):
+        sizes.add(len(sequences))
+        return plain(runner, sequences, active)
 
     with engine.open(batch_size=4, reserve=200, method=method, **SIZES) as run:
         for prompt, num_new in (([1, 2, 3], 2), ([7, 8, 9] * 20, 60)):
             run.submit(Request(prompt, 5, WARM, max_new_tokens=num_new, ignore_eos=True))
         while not isinstance(next(run), End):
             pass
-        monkeypatch.setattr(engine.model, "logits", logits)
+        monkeypatch.setattr(ModelRunner, "unread", unread)
         while not isinstance(next(run), End):
             pass
     assert sizes == {1}

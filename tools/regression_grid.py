@@ -6,15 +6,15 @@
 The grid is a list of runs ("cases") on one CPU thread: every method, policy, kind of drafter and
 way to sample, streams with a cancelled request, prompts that begin with cached K and V,
 log-probabilities, trees; most with tiny random models, some with SmolLM2-135M.
-A record of a case holds token ids, texts, counts of accepted guesses, and a digest of every tensor
-that an LM head returned, in call order, which pins the logits of all levels bit for bit.
+A record of a case holds token ids, texts, counts of accepted guesses, and a digest of the logits
+of every pass, but single ones of drafters, in order, which pins all levels bit for bit.
 
 Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
 the autotuner may follow the clock, so passes differ from run to run: only tokens and texts are
 recorded then, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
-differ. The tool needs minitri's public API, and `lm_head` as a module of its models.
+differ. The tool needs minitri's public API, and `ModelRunner.next_probs`.
 """
 
 import argparse
@@ -30,23 +30,26 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import minitri
 from minitri import Engine
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
+from minitri.core.decoding.verification import Output
 from minitri.core.errors import explain
 from minitri.core.model.llama import Llama
+from minitri.core.runner import ModelRunner
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.files.checkpoint import placements
 from minitri.files.hf_config import read_config
@@ -287,30 +290,20 @@ def prompts_of(name: str) -> list[str] | list[list[int]]:
 
 
 @contextlib.contextmanager
-def head_calls(engine: Engine) -> Iterator[list[str]]:
-    """A list that takes shape and digest of all that the engine's LM heads return meanwhile."""
+def logits_of_passes() -> Iterator[list[str]]:
+    """A list that takes shape and digest of the logits of all passes but single ones of drafts."""
     calls: list[str] = []
+    plain = ModelRunner.next_probs
 
-    def noted(name: str, head: nn.Module) -> Callable[[Tensor], Tensor]:
-        plain = head.forward
+    def next_probs(runner: ModelRunner, *inputs: Any) -> Output:
+        output = plain(runner, *inputs)
+        logits = output.logits_BNV[..., : runner.model.config.vocab_size].contiguous()
+        digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
+        calls.append(f"{'x'.join(map(str, logits.shape))} {digest}")
+        return output
 
-        def forward(hidden: Tensor) -> Tensor:
-            output: Tensor = plain(hidden)
-            digest = hashlib.sha256(output.float().contiguous().numpy().tobytes()).hexdigest()[:16]
-            calls.append(f"{name} {'x'.join(map(str, output.shape))} {digest}")
-            return output
-
-        return forward
-
-    models = {"target": engine.model, "draft": engine.models.draft}
-    heads = {name: model.lm_head for name, model in models.items() if model is not None}
-    for name, head in heads.items():
-        head.forward = noted(name, head)  # type: ignore[assignment, method-assign]
-    try:
+    with mock.patch.object(ModelRunner, "next_probs", next_probs):
         yield calls
-    finally:
-        for head in heads.values():
-            del head.forward
 
 
 @functools.lru_cache(maxsize=1)
@@ -360,7 +353,7 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     if rest:
         raise minitri.InputError(f"minitri has no setting {', '.join(rest)}; adapt the grid to it")
     engine = engine_for(folder, **place)
-    with head_calls(engine) as calls:
+    with logits_of_passes() as calls:
         events = run(engine, prompts, seed, wishes)
     if not calls:
         raise RuntimeError("no LM head was called through its module; nothing would be pinned")

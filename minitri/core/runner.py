@@ -4,21 +4,20 @@
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay. A
 `DraftRunner` has a streaming cache, and guesses a whole round in one call if possible.
 Legend: B rows, T tokens, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
-packed_4BT: each block token's id [0], position [1] and slot [2]; [3, b, :N + 1] are the places in
-the block of row b's last token and of its guesses, where outputs are read.
+packed_4BT: a block and the places of its outputs, see `pack_block`.
 """
 
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.decoding.random_source import CoupledSource, RandomSource, sample_by_number
+from minitri.core.decoding.random_source import RandomSource, sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Guesses, Output, Proposal, Rows, Rule
@@ -42,8 +41,11 @@ class Passes:
     """Graphs freeze top-k and which filters are on, and read other values from `numbers_B3`."""
     vocab_size: int  # of the target, and so of every distribution
     queries_LBTHD: Tensor | None = None  # filled with rotated queries of the latest block
+    rounds: Any = None  # `KernelRounds`, which computes the same in one call each, on a CPU
 
     def __post_init__(self) -> None:
+        if not self.cache.is_hosted:
+            self.rounds = self.rounds or self.model.execution.rounds(self.model)
         rows = [self.sampling.numbers] * len(self.cache.lengths)
         self.numbers_B3 = torch.tensor(rows, dtype=torch.float64, device=self.model.device)
 
@@ -128,27 +130,29 @@ class ModelRunner:
         guesses: Proposal | None = None,
         source: RandomSource | None = None,
     ) -> Output:
-        """Reads the tokens of active rows' sequences that the cache lacks, and up to N guesses.
-        Returns distributions (B, N + 1, V) after the last token and each guess, and `emitted_rows`
-        if a CUDA graph verifies the guesses, too, with random numbers of `source`."""
+        """Reads what the cache lacks of active rows, and up to N guesses. Returns distributions
+        (B, N + 1, V); with `source` perhaps `emitted_rows`, if a call or graph verifies, too."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
         T = max(num_read)
         size = min((size for size in self.block_sizes if size >= T), default=T)
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        if source and self.graphs and self.has_captured_filters and not any(self.text_filters):
+        # A graph has room for a guess at every place but the first.
+        N = size - 1 if self.graphs else guesses.tokens_BN.shape[1]
+        rounds = self.passes.rounds
+        graphs = self.captured
+        if source and (graphs or rounds) and not any(self.text_filters):
             numbers_BN = source.numbers(guesses.counts, [*map(len, sequences)], active)
-            inputs = guesses.padded(numbers_BN, size - 1, self.passes.vocab_size)
-            logits_BNV, probs_BNV, verdict_BX = self.graphs.run(
-                self.passes.verify, packed_4BT, *inputs, rule=source.rule
-            )
-            # Probabilities are read after the next run of a graph, logits are not.
-            output = Output(probs_BNV.clone(), logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
+            inputs = (packed_4BT, *guesses.padded(numbers_BN, N, self.passes.vocab_size))
+            if graphs:  # probabilities are read after the next run of a graph, logits are not
+                verified = graphs.run(self.passes.verify, *inputs, rule=source.rule)
+                logits_BNV, probs_BNV, verdict_BX = verified[0], verified[1].clone(), verified[2]
+            else:
+                logits_BNV, probs_BNV, verdict_BX = rounds.verify(self, *inputs, source.rule)
+            output = Output(probs_BNV, logits_BNV, logits_BNV, guesses.emitted(verdict_BX))
         else:
-            tokens_BN = guesses.tokens_BN
-            if self.graphs:  # a graph has room for a guess at every place but the first
-                tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
+            tokens_BN = F.pad(guesses.tokens_BN, (0, N - guesses.tokens_BN.shape[1]))
             paths = None
             if any(self.text_filters):  # else the host need not wait for the guesses
                 paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
@@ -216,28 +220,30 @@ class ModelRunner:
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
         """Runs the pass `forward(*inputs)`, LM head and filters; `paths[b][n]` are the tokens
         before output n that row b's text filters have not counted, None without such filters."""
-        if self.graphs:
-            hidden_BNE = self.graphs.run(forward, *inputs)
+        if rounds := self.passes.rounds:
+            logits_BNV = rounds.read(self, *inputs)
+        elif self.graphs:
+            logits_BNV = self.passes.head(self.graphs.run(forward, *inputs))
         else:
-            device = self.model.device
-            hidden_BNE = forward(*(tensor.to(device, non_blocking=True) for tensor in inputs))
-        logits_BNV = self.passes.head(hidden_BNE)
+            inputs = tuple(it.to(self.model.device, non_blocking=True) for it in inputs)
+            logits_BNV = self.passes.head(forward(*inputs))
         filtered_BNV = logits_BNV
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
-        if self.graphs and self.has_captured_filters:
+        if graphs := self.captured:
             # Cloned, as the next run of any graph overwrites its output.
-            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()
+            probs_BNV = graphs.run(self.passes.probs, filtered_BNV).clone()
         else:
             probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
             probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
         return Output(probs_BNV, logits_BNV, filtered_BNV)
 
     @property
-    def has_captured_filters(self) -> bool:
-        """Whether the CUDA graphs can apply temperature, top-k, top-p and min-p of all rows."""
+    def captured(self) -> GraphPool | None:
+        """The CUDA graphs, if they can apply temperature, top-k, top-p and min-p of all rows."""
         form = self.passes.sampling.form
-        return all(row.temperature == 0 or row.form == form for row in self.sampling)
+        is_known = all(row.temperature == 0 or row.form == form for row in self.sampling)
+        return self.graphs if is_known else None
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Before a step: active rows' accepted tokens go to a retrieval cache and text filters."""
@@ -288,26 +294,21 @@ class DraftRunner(ModelRunner):
     def draft(
         self, sequences: Rows, active: Active, N: int, source: RandomSource
     ) -> tuple[Tensor, Tensor]:
-        draft_round = self.model.execution.draft_round
-        # A call of compiled kernels takes uniform numbers, not noise.
-        is_one_call = draft_round and not isinstance(source, CoupledSource)
-        is_captured = self.graphs and self.has_captured_filters
-        if any(self.text_filters) or not (is_captured or is_one_call):
+        rounds = self.passes.rounds
+        graphs = self.captured
+        if any(self.text_filters) or not (graphs or rounds):
             return super().draft(sequences, active, N, source)
         numbers_BN = source.numbers([N - 1] * len(active), [*map(len, sequences)], active)
         fresh = self.unread(sequences, active)
-        if self.graphs:
-            size = self.cache.settings.max_block  # one size, so that graphs are few
-            packed_4BT = pack_block(self.model, fresh, self.cache, size)
-            # Whoever verifies copies these before the next run of a graph, which overwrites them.
-            tokens_BN, probs_BNV = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
-        else:
-            assert draft_round
-            V = self.passes.vocab_size
-            tokens_BN, probs_BNV = draft_round(self.cache, fresh, numbers_BN, self.sampling, V)
+        size = self.cache.settings.max_block if self.graphs else max(map(len, fresh))  # few graphs
+        packed_4BT = pack_block(self.model, fresh, self.cache, size)
+        if rounds:
+            guesses = rounds.draft(self, packed_4BT, numbers_BN)
+        elif graphs:  # whoever verifies copies these before the next run of a graph overwrites them
+            guesses = graphs.run(self.passes.draft, packed_4BT, numbers_BN)
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
-        return tokens_BN, probs_BNV
+        return guesses
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Refills row b of the cache with the first (sinks) and the latest of these tokens."""

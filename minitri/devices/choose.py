@@ -2,23 +2,33 @@
 
 import os
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from minitri.core.config import ModelConfig
+from minitri.core.decoding.verification import verify, verify_block
 from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.attention import Attend
-from minitri.core.model.execution import Ranks
-from minitri.core.model.llama import Llama
+from minitri.core.model.execution import Execution, Ranks
+from minitri.core.model.linear import Linear, TiedHead
+from minitri.core.model.llama import Llama, gate
 from minitri.core.roofline import default_copy_bits
-from minitri.devices.cpu.draft_round import DraftRound
-from minitri.devices.cpu.kernel_layers import quantized_copy
+from minitri.devices.cpu.kernel_layers import (
+    KernelHead,
+    KernelLayers,
+    KernelLinear,
+    KernelTable,
+    KernelTiedHead,
+    quantized_copy,
+)
 from minitri.devices.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
 from minitri.devices.cpu.pytorch import attend_cpu, can_pack
+from minitri.devices.cpu.rounds import rounds_of
 from minitri.devices.gpu.attention_backends import choose_attention
 from minitri.devices.gpu.quantized_copies import copy_in_few_bits
+from minitri.devices.replace import Factories, replace_modules
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
@@ -72,6 +82,33 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     return load_kernels() if device.type == "cpu" and is_known else None
 
 
+def use_kernels(model: Llama, kernels: Kernels) -> None:
+    """Puts kernels in place of a model's modules and attention, and sets `model.execution`."""
+    layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
+    if model.dtype == torch.float32:  # with several threads SiLU's bits depend on other rows
+        for layer in layers:
+            layer.mlp.gate = kernels.threads(1)(gate)
+    heads: Factories = {
+        Linear: partial(KernelHead, kernels=kernels),
+        TiedHead: partial(KernelTiedHead, kernels=kernels),
+    }
+    model.layers = KernelLayers(layers, kernels)
+    model.lm_head = replace_modules(model.lm_head, heads)
+    if hasattr(model, "embed_tokens"):
+        model.embed_tokens = KernelTable(model.embed_tokens, kernels)
+    model.attend = kernels.attend
+    model.execution = Execution(
+        is_row_invariant=True,
+        decoding=partial(kernels.threads, 1),
+        reading=kernels.threads,
+        probs=kernels.probs,
+        rules={rule: partial(kernels.verify, rule=rule) for rule in (verify, verify_block)},
+        is_narrow=not kernels.instructions.startswith("AVX-512"),
+        make_slots=kernels.make_slots,
+        rounds=rounds_of,
+    )
+
+
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """A copy of the target in 4 or 8 bits to guess with the retrieval cache; None: the target does.
     `wanted`: auto, int4, int8; same, drafter: no copy. Raises `InputError` if there can be none."""
@@ -98,17 +135,10 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """A 4-bit copy of a drafter; itself if `wanted` is "same", or no CPU kernels compute it.
-    If kernels can, the result's `execution.draft_round` guesses N tokens in one call."""
-    if not model.execution.is_row_invariant:
+    """A 4-bit copy of a drafter; itself if `wanted` is "same", or no CPU kernels compute it."""
+    if not model.execution.is_row_invariant or wanted == "same":
         return model
-    copy = model
-    if wanted != "same":
-        copy = quantized_copy(model)
-        copy.lent_embedding = model.lent_embedding
-        copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
-    lender = getattr(copy.lent_embedding, "__self__", copy)  # the target, by its bound `embed`
-    are_plain = lender.config.is_plain and copy.config.is_plain
-    if lender.execution.is_row_invariant and lender.dtype == copy.dtype and are_plain:
-        copy.execution = replace(copy.execution, draft_round=DraftRound(copy, lender).guess)
+    copy = quantized_copy(model)
+    copy.lent_embedding = model.lent_embedding
+    copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
     return copy

@@ -21,9 +21,10 @@ from minitri.devices.choose import (
     drafter_in_few_bits,
     kernels_for,
     retrieval_copy,
+    use_kernels,
 )
 from minitri.devices.cpu.build import identity
-from minitri.devices.cpu.kernel_layers import keep_quantized, use_kernels
+from minitri.devices.cpu.kernel_layers import keep_quantized
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.pytorch import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible

@@ -1,25 +1,19 @@
 """Execution: how a loaded model is computed, set by `minitri/devices`; the core reads it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from minitri.core.decoding.verification import Rule
-    from minitri.core.model.cache import Cache, Slots
+    from minitri.core.model.cache import Slots
     from minitri.core.settings import SamplingParams
 
 Answer = TypeVar("Answer")
-Round = Callable[
-    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
-]
-"""One round of a draft model in one call: takes its cache, each row's new tokens, uniform numbers
-(B, N), sampling settings and V; returns N guesses (B, N) and their distributions (B, N, V)."""
-
 # A function that allocates empty keys and values of shape (..., S, D).
 MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
 
@@ -55,7 +49,7 @@ class Execution:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     rules: "Mapping[Rule, Rule]" = field(default_factory=dict)  # faster verification, by rule
-    draft_round: "Round | None" = None  # guesses N tokens in one call, see `Round`
+    rounds: Callable[..., Any] = lambda _: None  # what `Passes` of a model compute, in one call
     is_narrow: bool = False  # a CPU without AVX-512, see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # makes empty K and V for kernels; None: plain tensors
     computed_by: str = ""  # describes kernels, processor and threads, or the device

@@ -56,12 +56,6 @@ class ConvertArguments(Struct):
     _fields_ = layout(pointers="weights rows out", integers="N E row_bytes")
 
 
-class RotateArguments(Struct):
-    """Arguments of the C++ kernel for RoPE of the first H of `total` heads of R tokens."""
-
-    _fields_ = layout(pointers="x cos sin out", integers="R total H D")
-
-
 class FilterArguments(Struct):
     """Arguments of the C++ kernel for temperature, top-k, top-p and min-p of logits (N, V)."""
 
@@ -106,15 +100,17 @@ class PassArguments(AttentionArguments):
 
 
 class RoundArguments(Struct):
-    """Arguments of the C++ kernel that drafts: reads `num_read[b]` tokens of row b of `block`, by
-    the pass `first`; samples N `tokens` by `filters`, `uniforms`; writes `probs` (B, N, width)."""
+    """Arguments of the C++ kernel that reads `block` by the pass `first`, for P outputs per row:
+    logits, probs by `filters`, a verdict about `guesses`; or samples N `tokens` by `numbers`."""
 
     _fields_ = [
         ("first", PassArguments),
-        *layout(pointers="block num_read cos sin norm"),
+        *layout(pointers="block cos sin norm"),
         ("table", Matrix),
         ("head", Matrix),
-        *layout(pointers="ids filters uniforms tokens probs", integers="N width"),
+        *layout(pointers="ids filters numbers tokens logits probs"),
+        ("guesses", VerifyArguments),
+        *layout(integers="N P positions V width is_coupled"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Modules of a Llama on compiled CPU kernels, and `use_kernels`, which puts them into a model.
+"""Modules of a Llama on compiled CPU kernels, and quantized weights for them.
 
 A short pass is one kernel call. A block of a prompt, or a long one, takes a call for each layer;
 with plain weights, or K and V in host memory, it goes through the modules of each layer instead.
@@ -9,32 +9,22 @@ H query heads, K KV heads, D head dim.
 import ctypes
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.decoding.verification import verify, verify_block
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
-from minitri.core.model.execution import Execution
-from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
-from minitri.core.model.llama import Layer, Layers, Llama, Pass, gate
+from minitri.core.model.linear import Linear, Table, TiedHead
+from minitri.core.model.llama import Layer, Layers, Llama, Pass
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.abi import LayerWeights, LinearArguments, Matrix, PassArguments
-from minitri.devices.cpu.kernels import (
-    KernelNorm,
-    KernelRotary,
-    Kernels,
-    is_matrix,
-    require,
-    set_turns,
-)
+from minitri.devices.cpu.kernels import Kernels, is_matrix, require
 from minitri.devices.cpu.pytorch import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
-from minitri.devices.replace import Factories, copy_with, replace_modules
+from minitri.devices.replace import Factories, copy_with
 
 Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # formats of matrices, by name and shape
 
@@ -99,14 +89,10 @@ class KernelParts(nn.ModuleDict):
 
 
 class KernelHead(KernelLinear):
-    """LM head: short blocks by the kernel for few rows, in float32; others as `KernelLinear`."""
-
-    is_wide = True  # logits are float32
+    """LM head, by the kernel for few rows; logits are float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
-            return super().forward(x)
-        return self.multiply(x, is_wide=self.is_wide)
+        return self.multiply(x, is_wide=True)
 
 
 class KernelTable(KernelLinear, Table):
@@ -122,12 +108,6 @@ class KernelTiedHead(KernelTable, KernelHead, TiedHead):
     """LM head that shares its weights with the embedding table."""
 
 
-class KernelPartialHead(KernelHead):
-    """LM head over a part of the vocabulary; its logits are rounded to the model's dtype."""
-
-    is_wide = False
-
-
 class KernelLayers(Layers):
     """All transformer blocks; calls of a kernel compute a pass, and write the cache."""
 
@@ -139,24 +119,18 @@ class KernelLayers(Layers):
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
         if shared.cache.is_hosted or (is_long and not self.reads_prompts):
-            compiled = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
-            return super().forward(x_BTE, replace(shared, rotary=compiled))
+            return super().forward(x_BTE, shared)
         x_BTE = x_BTE.clone()
-        arguments = self.arguments(x_BTE, shared.cache, shared.mask_TT)
-        set_turns(arguments, shared.rotary, arguments.B * arguments.T * arguments.D)
-        queries = shared.queries_LBTHD
-        if queries is not None:
-            W = queries.shape[2]
-            wanted = (arguments.L, arguments.B, W, arguments.H, arguments.D)
-            is_right = (queries.shape, queries.dtype) == (wanted, x_BTE.dtype)
-            require(is_right, queries[0].is_contiguous(), tensors=(queries,))
-            arguments.fill(queries=queries, W=W, queries_layer=queries.stride(0))
+        arguments = self.arguments(x_BTE, shared.cache, shared.mask_TT, shared.queries_LBTHD)
+        cos = shared.rotary.cos
+        require(cos.numel() == arguments.B * arguments.T * arguments.D, tensors=(cos,))
+        arguments.fill(cos=cos, sin=shared.rotary.signed_sin)
         for arguments.first in range(len(self) if is_long else 1):
             self.kernels.call("pass", arguments, x_BTE.dtype, is_long)
         return x_BTE
 
     def arguments(
-        self, x_BTE: Tensor, cache: Cache, mask_TT: Tensor | None = None
+        self, x_BTE: Tensor, cache: Cache, mask_TT: Tensor | None, queries_LBTHD: Tensor | None
     ) -> PassArguments:
         """Kernel arguments, but for cos and sin, of a pass of all layers that overwrites x."""
         L, _, K, _, _ = cache.keys.shape
@@ -174,6 +148,12 @@ class KernelLayers(Layers):
             slots.append(cache.raw_keys)
             arguments.raw_keys = cache.raw_keys
         self.kernels.set_slots(arguments, x_BTE, slots, cache.lengths, mask_TT)
+        if queries_LBTHD is not None:
+            W = queries_LBTHD.shape[2]
+            wanted = (L, arguments.B, W, H, arguments.D)
+            is_right = (queries_LBTHD.shape, queries_LBTHD.dtype) == (wanted, x_BTE.dtype)
+            require(is_right, queries_LBTHD[0].is_contiguous(), tensors=(queries_LBTHD,))
+            arguments.fill(queries=queries_LBTHD, W=W, queries_layer=queries_LBTHD.stride(0))
         return arguments
 
     @cached_property
@@ -210,34 +190,6 @@ def matrix_of(linear: nn.Module) -> Matrix:
         N=linear.out_features,
         E=linear.in_features,
         form=linear.form,
-    )
-
-
-def use_kernels(model: Llama, kernels: Kernels) -> None:
-    """Puts kernels in place of a model's modules and attention, and sets `model.execution`."""
-    layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
-    if model.dtype == torch.float32:  # with several threads SiLU's bits depend on other rows
-        for layer in layers:
-            layer.mlp.gate = kernels.threads(1)(gate)
-    head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
-    heads: Factories = {
-        Linear: partial(head, kernels=kernels),
-        TiedHead: partial(KernelTiedHead, kernels=kernels),
-    }
-    model.layers = KernelLayers(layers, kernels)
-    model.norm = KernelNorm(model.norm, kernels)
-    model.lm_head = replace_modules(model.lm_head, heads)
-    if hasattr(model, "embed_tokens"):
-        model.embed_tokens = KernelTable(model.embed_tokens, kernels)
-    model.attend = kernels.attend
-    model.execution = Execution(
-        is_row_invariant=True,
-        decoding=partial(kernels.threads, 1),
-        reading=kernels.threads,
-        probs=kernels.probs,
-        rules={rule: partial(kernels.verify, rule=rule) for rule in (verify, verify_block)},
-        is_narrow=not kernels.instructions.startswith("AVX-512"),
-        make_slots=kernels.make_slots,
     )
 
 
@@ -302,7 +254,7 @@ def quantized_copy(model: Llama) -> Llama:
         return type(layer)(layer, layer.kernels, packed_NX, form)
 
     factories: Factories = {
-        **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
+        **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead), quantized),
         KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),  # its own addresses
     }
     return copy_with(model, factories)

@@ -42,23 +42,6 @@ template <class T> inline void norm_head(T* x, const void* norm, double eps, int
     for (int64_t d = 0; d < D; ++d) narrow(widen(x[d]) * scale * widen(weight[d]), x + d);
 }
 
-struct RotateArguments {
-    const void* x;           // (R, total, D)
-    const float *cos, *sin;  // (R, D)
-    void* out;               // (R, H, D): the first H heads
-    int64_t R, total, H, D;
-};
-
-template <class T> void rotate(const RotateArguments& a) {
-    const T* x = static_cast<const T*>(a.x);
-    T* out = static_cast<T*>(a.out);
-    for (int64_t r = 0; r < a.R; ++r) {
-        const float *cos = a.cos + r * a.D, *sin = a.sin + r * a.D;
-        for (int64_t h = 0; h < a.H; ++h)
-            rotate_head(x + (r * a.total + h) * a.D, cos, sin, out + (r * a.H + h) * a.D, a.D);
-    }
-}
-
 // Weights (N, E) and bias (N) of a linear layer.
 struct Matrix {
     const void *weights, *bias;
@@ -155,46 +138,58 @@ template <class Op> void pass(const PassArguments& p, bool is_short) {
 }
 
 struct RoundArguments {
-    PassArguments first;              // over the block; later passes overwrite x
-    const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
-    const float *cos, *sin;           // (S, D), of all slots
-    const void* norm;                 // (E)
-    Matrix table, head;               // embeddings; LM head
-    const int64_t* ids;               // (2, head.N): tokens of a partial head, and sorted; or null
-    const FilterArguments* filters;   // (B), without pointers
-    const double* uniforms;           // (B, N)
-    int64_t* tokens;                  // (B, N)
-    float* probs;  // (B, N, width): tokens from the filters' V on have probability 0
-    int64_t N, width;
+    PassArguments first;             // over the block; later passes, of a token a row, overwrite x
+    const int64_t* block;            // (4, B, T): see `pack_block` in core/model/block.py
+    const float *cos, *sin;          // (positions, D)
+    const void* norm;                // (E)
+    Matrix table, head;              // embeddings; LM head
+    const int64_t* ids;              // (2, head.N): tokens of a partial head, and sorted; or null
+    const FilterArguments* filters;  // (B), for probs; without pointers
+    const void* numbers;             // (B, N): uniforms, or keys of Gumbel noise if is_coupled
+    int64_t* tokens;                 // (B, N): a sample after each pass; or null
+    float *logits, *probs;    // (B, N P, width), minus infinity and 0 from token V on; or null
+    VerifyArguments guesses;  // which come last in the block; verdicts may be null
+    int64_t N, P, positions, V, width, is_coupled;  // N passes, P outputs a row: N or P is 1
 };
+
+// The place in row b's block of one of its outputs, the first after its last token before guesses.
+inline int64_t output_place(const RoundArguments& a, int64_t b, int64_t o) {
+    return std::clamp<int64_t>(a.block[(3 * a.first.B + b) * a.first.T + o], 0, a.first.T - 1);
+}
 
 // Prepares the i-th pass of a round: embeddings and rotations (cos, sin) of all rows.
 template <class T>
 void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, float* cos,
                  float* sin) {
     for (int64_t r = 0; r < p.B * p.T; ++r) {
-        const int64_t b = r / p.T, slot = p.lengths[b] + r % p.T;
-        const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
+        const int64_t b = r / p.T, last = output_place(a, b, 0), t = i == 0 ? r % p.T : last;
+        const int64_t at = b * a.first.T + t, position = a.block[p.B * a.first.T + at] + i;
+        int64_t token = a.block[at];
+        if (i > 0) token = a.tokens[b * a.N + i - 1];
+        else if (last < t && t <= last + a.guesses.N)
+            token = a.guesses.tokens[b * a.guesses.N + t - last - 1];
         const int64_t row = std::clamp<int64_t>(token, 0, a.table.N - 1);
         T* x = static_cast<T*>(p.x) + r * p.E;
         const auto [table, _, N, E, form] = a.table;
         if (form != PLAIN) dequantize_of<T>(int(form), {table, &row, x, 1, E});
         else std::copy_n(static_cast<const T*>(table) + row * E, E, x);
-        std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
-        std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);
+        const int64_t turn = std::clamp<int64_t>(position, 0, a.positions - 1) * p.D;
+        std::copy_n(a.cos + turn, p.D, cos + r * p.D);
+        std::copy_n(a.sin + turn, p.D, sin + r * p.D);
     }
 }
 
-// N guesses of a draft model after each row's block, one after the other, and their distributions.
-template <class Op> void draft_round(const RoundArguments& a) {
+// Distributions after a block's last token and guesses, and a verdict about these; or after the
+// block and N - 1 samples that follow it, one after the other.
+template <class Op> void round(const RoundArguments& a, bool is_block) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
     static thread_local Scratch<float> float_memory;
     PassArguments p = a.first;
-    const int64_t B = p.B, E = p.E, turns = B * p.T * p.D, outputs = a.head.N, V = a.filters[0].V;
-    T *hidden = memory.get(B * (E + outputs)), *rounded = hidden + B * E;
-    float* cos = float_memory.get(2 * turns + B * outputs);
-    float *sin = cos + turns, *wide = sin + turns;
+    const int64_t B = p.B, E = p.E, R = B * a.P, turns = B * p.T * p.D, outputs = a.head.N;
+    T* hidden = memory.get(R * E);
+    float* cos = float_memory.get(2 * turns + R * outputs);
+    float *sin = cos + turns, *logits = sin + turns;
     std::vector<int64_t> lengths(p.lengths, p.lengths + B);
     p.lengths = lengths.data();
     p.cos = cos;
@@ -202,35 +197,37 @@ template <class Op> void draft_round(const RoundArguments& a) {
     for (int64_t i = 0; i < a.N; ++i, p.T = 1) {
         read_tokens<T>(a, p, i, cos, sin);
         pass<Op>(p, true);
-        for (int64_t b = 0; b < B; ++b) {
-            const int64_t read = i == 0 ? a.num_read[b] : 1;
-            const T* last = static_cast<T*>(p.x) + (b * p.T + read - 1) * E;
-            norm<T>({last, a.norm, nullptr, nullptr, nullptr, hidden + b * E, 1, E, 0, 0, 0, 0,
-                     p.eps, 1});
-            lengths[b] += read;
+        for (int64_t r = 0; r < R; ++r) {
+            const int64_t place = std::min(output_place(a, r / a.P, r % a.P), p.T - 1);
+            std::copy_n(static_cast<T*>(p.x) + (r / a.P * p.T + place) * E, E, hidden + r * E);
         }
-        void* logits = a.ids ? static_cast<void*>(rounded) : wide;
-        linear_of<Op>(int(a.head.form),
-                      {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E, outputs,
-                       outputs, false, a.ids == nullptr, p.eps, 1});
-        Pool::get().run(B, B * V, [&](int64_t b) {
+        for (int64_t b = 0; b < B; ++b) lengths[b] += i == 0 ? output_place(a, b, 0) + 1 : 1;
+        linear_of<Op>(int(a.head.form), {hidden, a.norm, a.head.weights, a.head.bias, nullptr,
+                                         logits, R, E, outputs, outputs, false, true, p.eps, 1});
+        Pool::get().run(R, R * a.V, [&](int64_t r) {
             static thread_local Scratch<float> row_memory;
-            const int64_t at = b * a.N + i, padded = round_up(V, LANES);
-            const int64_t most = a.table.N + LANES;
+            const int64_t b = r / a.P, at = b * a.N * a.P + i + r % a.P, now = b * a.N + i;
+            const int64_t V = a.V, most = std::max(a.table.N, a.width) + LANES;
             float* row = row_memory.get(most);
             std::fill(row, row + most, MINUS_INFINITY);
-            if (a.ids == nullptr) std::copy_n(wide + b * outputs, V, row);
-            for (int64_t n = 0; a.ids && n < outputs; ++n)
-                row[a.ids[n]] = widen(rounded[b * outputs + n]);
-            std::fill(row + V, row + padded, MINUS_INFINITY);
-            filter_row(a.filters[b], row, padded);
+            if (a.ids == nullptr) std::copy_n(logits + r * outputs, V, row);
+            for (int64_t n = 0; a.ids && n < outputs; ++n) row[a.ids[n]] = logits[r * outputs + n];
+            std::fill(row + V, row + most, MINUS_INFINITY);
+            if (a.logits) std::copy_n(row, a.width, a.logits + at * a.width);
+            if (a.probs == nullptr) return;
+            filter_row(a.filters[b], row, round_up(V, LANES));
             std::fill(row + V, row + most, 0.0f);
+            std::copy_n(row, a.width, a.probs + at * a.width);
             const int64_t* rising = a.ids ? a.ids + outputs : nullptr;
-            a.tokens[at] = sample_row(row, rising, outputs, a.uniforms[at], a.width - 1);
-            std::fill(std::copy_n(row, V, a.probs + at * a.width), a.probs + (at + 1) * a.width,
-                      0.0f);
+            if (a.tokens && a.is_coupled)
+                a.tokens[now] =
+                    sample_coupled(row, V, static_cast<const uint64_t*>(a.numbers)[now]);
+            else if (a.tokens)
+                a.tokens[now] = sample_row(row, rising, outputs,
+                                           static_cast<const double*>(a.numbers)[now], a.width - 1);
         });
     }
+    if (a.guesses.verdicts) verify(a.guesses, is_block);
 }
 
 // Calls `work` with the operand of a number type, by the numbers of `kernels.py:DTYPES`. Returns an
@@ -261,8 +258,8 @@ const char* minitri_instructions() {
 int64_t minitri_sizeof(const char* name) {
 #define SIZE(Struct) (std::string_view(name) == #Struct) * sizeof(Struct)
     return SIZE(AttentionArguments) + SIZE(LinearArguments) + SIZE(ConvertArguments) +
-           SIZE(RotateArguments) + SIZE(FilterArguments) + SIZE(Matrix) + SIZE(LayerWeights) +
-           SIZE(PassArguments) + SIZE(RoundArguments) + SIZE(VerifyArguments);
+           SIZE(FilterArguments) + SIZE(Matrix) + SIZE(LayerWeights) + SIZE(PassArguments) +
+           SIZE(RoundArguments) + SIZE(VerifyArguments);
 }
 
 // A kernel takes a dtype's number, for its operand `Op`, an option, threads, and its arguments.
@@ -280,9 +277,7 @@ KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
 KERNEL(product, LinearArguments, product_of<T>(option, *a))
 KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
 KERNEL(pass, PassArguments, pass<Op>(*a, !option))
-KERNEL(norm, LinearArguments, norm<T>(*a))
-KERNEL(round, RoundArguments, draft_round<Op>(*a))
-KERNEL(rotate, RotateArguments, rotate<T>(*a))
+KERNEL(round, RoundArguments, round<Op>(*a, option))
 KERNEL(filter, FilterArguments, filter(*a))
 KERNEL(verify, VerifyArguments, verify(*a, option))
 KERNEL(repack, ConvertArguments,

@@ -11,19 +11,16 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import RMSNorm
 
 from minitri.core.decoding.verification import Guesses, Rule, Verdict, verify_block
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
-from minitri.core.model.rope import Rotary
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu import abi
 from minitri.devices.cpu.build import architecture, load_library
@@ -185,20 +182,9 @@ class Kernels:
     def verify(self, p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses, rule: Rule) -> Verdict:
         """Tests guesses (B, N) by `rule`, which is `verify` or `verify_block`, with the verifier's
         p, B rows of N + 1, and float64 uniforms; returns accepted counts and next tokens."""
-        tokens_BN, q_BNV, counts_B = guesses
-        B, N, V = q_BNV.shape
-        tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
-        require(
-            [x.shape for x in tensors] == [(B, N + 1, V), (B, N, V), (B, N + 1), (B, N), (B,)],
-            [x.dtype for x in tensors] == VERDICT_DTYPES,
-            all(x.is_contiguous() for x in tensors) and all(0 <= n <= N for n in counts_B.tolist()),
-            tensors=tensors,
-        )
-        verdicts_B3 = torch.empty(B, 3, dtype=torch.int64)
-        arguments = abi.VerifyArguments(p=p_BNV, q=q_BNV, uniforms=uniforms_BN, B=B, N=N, V=V)
-        arguments.fill(tokens=tokens_BN, counts=counts_B, verdicts=verdicts_B3)
+        arguments, verdict = verify_arguments(p_BNV, uniforms_BN, guesses)
         self.call("verify", arguments, p_BNV.dtype, rule is verify_block)
-        return Verdict(*verdicts_B3.unbind(1))
+        return verdict
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
         """Runs C++ `kernel`, a KERNEL of kernels.cpp, on `dtype`; `option`: a `Form` or a flag.
@@ -209,46 +195,6 @@ class Kernels:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:
             raise RuntimeError("the CPU kernels cannot start a thread; raise ulimit -u")
-
-
-class KernelNorm(RMSNorm):
-    """RMSNorm before an LM head, by a compiled kernel."""
-
-    def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
-        super().__init__(like.normalized_shape, like.eps)
-        self.weight = like.weight
-        self.kernels = kernels
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        E = len(self.weight)
-        require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        arguments = abi.LinearArguments(x=x, norm=self.weight, out=out, E=E, eps=self.eps)
-        arguments.R = x.numel() // E
-        self.kernels.call("norm", arguments, x.dtype)
-        return out
-
-
-@dataclass(frozen=True)
-class KernelRotary(Rotary):
-    """Rotary embedding by a compiled kernel; the input may be the first heads of fused q, k, v."""
-
-    kernels: Kernels
-
-    def rotate(self, x_BTHD: Tensor) -> Tensor:
-        B, T, H, D = x_BTHD.shape
-        row, token, head, number = x_BTHD.stride()
-        require(
-            (head, number) == (D, 1) and token % D == D % 2 == 0,
-            B == 1 or row == T * token,
-            tensors=(x_BTHD,),
-        )
-        out_BTHD = x_BTHD.new_empty(B, T, H, D)
-        arguments = abi.RotateArguments(x=x_BTHD, out=out_BTHD, R=B * T, total=token // D, H=H, D=D)
-        set_turns(arguments, self, B * T * D)
-        self.kernels.call("rotate", arguments, x_BTHD.dtype)
-        return out_BTHD
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
@@ -273,17 +219,28 @@ def are_rows(rows_R: Tensor, N: int) -> bool:
     return rows_R.dtype == torch.int64 and rows_R.is_contiguous() and 0 <= first <= last < N
 
 
-def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
-    """Points cos and sin of `arguments` to those of `rotary`, of `count` float32 numbers each."""
-    turns = (rotary.cos, rotary.signed_sin)
-    like = (torch.float32, count, True)
-    require(*((it.dtype, it.numel(), it.is_contiguous()) == like for it in turns), tensors=turns)
-    arguments.fill(cos=rotary.cos, sin=rotary.signed_sin)
-
-
 def memory_of(slots: Slots) -> Tensor:
     """The tensor that stores `slots`: the units of `Tiles`, or a plain tensor itself."""
     return slots.units if isinstance(slots, Tiles) else slots
+
+
+def verify_arguments(
+    p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses
+) -> tuple[abi.VerifyArguments, Verdict]:
+    """Arguments of the kernel that tests guesses, and the verdict that it fills."""
+    tokens_BN, q_BNV, counts_B = guesses
+    B, N, V = q_BNV.shape
+    tensors = [p_BNV, q_BNV, uniforms_BN, tokens_BN, counts_B]
+    require(
+        [x.shape for x in tensors] == [(B, N + 1, V), (B, N, V), (B, N + 1), (B, N), (B,)],
+        [x.dtype for x in tensors] == VERDICT_DTYPES,
+        all(x.is_contiguous() for x in tensors) and all(0 <= n <= N for n in counts_B.tolist()),
+        tensors=tensors,
+    )
+    verdicts_B3 = torch.empty(B, 3, dtype=torch.int64)
+    arguments = abi.VerifyArguments(p=p_BNV, q=q_BNV, uniforms=uniforms_BN, B=B, N=N, V=V)
+    arguments.fill(tokens=tokens_BN, counts=counts_B, verdicts=verdicts_B3)
+    return arguments, Verdict(*verdicts_B3.unbind(1))
 
 
 def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:

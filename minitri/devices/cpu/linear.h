@@ -274,14 +274,6 @@ template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& 
     return IN_GROUPS ? Rows<typename Op::Unit>{x, 1, a.R} : Rows<typename Op::Unit>{x, units};
 }
 
-// The RMSNorm alone of rows of x.
-template <class T> void norm(const LinearArguments& a) {
-    const auto rows = prepare_rows<Widened<T>>(a);
-    for (int64_t r = 0; r < a.R; ++r)
-        for (int64_t e = 0; e < a.E; ++e)
-            narrow(rows.from(r).x[e], static_cast<T*>(a.out) + r * a.E + e);
-}
-
 // Writes `count` outputs from `first` on of all rows, from sums (R, width) without bias, residual.
 template <class T>
 void write_outputs(const LinearArguments& a, const float* sums, int64_t width, int64_t first,

@@ -137,6 +137,23 @@ inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double 
     return run_to(uniform * total, sum);
 }
 
+// Samples a token by Gumbel noise of a key, as `sampling.py:gumbel_argmax`, but for rounding.
+inline int64_t sample_coupled(const float* x, int64_t n, uint64_t key) {
+    int64_t best = 0;
+    double most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        if (!(x[i] > 0)) continue;
+        uint64_t bits = key + (i + 1) * 0x9E3779B97F4A7C15;  // SplitMix64
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
+        const double uniform = (double((bits ^ bits >> 31) >> 12) + 0.5) * 0x1p-52;
+        const double score = x[i] / -std::log(uniform);  // rises with log p + Gumbel noise
+        if (score > most) best = i;
+        most = std::max(most, score);
+    }
+    return best;
+}
+
 inline void filter(const FilterArguments& a) {
     const int64_t padded = round_up(a.V, LANES);
     Pool::get().run(a.N, a.N * a.V, [&](int64_t row) {

@@ -8,6 +8,7 @@ from minitri.core import runner
 from minitri.core.decoding import random_source
 from minitri.core.decoding.sampling import probs_of_rows, sample
 from minitri.core.decoding.verification import verify
+from minitri.devices import choose
 from tests.conftest import write_hf_folder
 
 
@@ -61,20 +62,19 @@ def accept_all(p_BNV, uniforms_BN, guesses):
     return verdict._replace(num_accepted_B=guesses.counts_B)
 
 
-SOUND = random_source.CoupledSource.verify
+SOUND = random_source.CoupledSource.numbers
 
 
-def shifted(self, proposal, probs_BNV, starts, active):
+def shifted(self, counts, starts, active):
     """The noise of another position, where positions are read together."""
-    starts = [start + (probs_BNV.shape[1] > 1) for start in starts]
-    return SOUND(self, proposal, probs_BNV, starts, active)
+    return SOUND(self, counts, [start + (max(counts) > 0) for start in starts], active)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "verdicts"),
     [
         (random_source, "verify_block", accept_all, ["BUG", "equal"]),
-        (random_source.CoupledSource, "verify", shifted, ["equal", "BUG"]),
+        (random_source.CoupledSource, "numbers", shifted, ["equal", "BUG"]),
     ],
 )
 def test_broken_code_is_a_bug_in_the_mode_that_runs_it(
@@ -114,6 +114,7 @@ def test_a_flip_is_a_tie_only_where_rounding_explains_it(
         return probs_of_rows(swapped_BNV.where(is_swapped_BN1, logits_BNV), *others)
 
     monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: is_bitwise)
+    monkeypatch.setattr(choose, "rounds_of", lambda _: None)
     monkeypatch.setattr(runner, "probs_of_rows", swap_top_two)
     code, report = check(f"--method naive {flags}")
     greedy = report["comparisons"][0]

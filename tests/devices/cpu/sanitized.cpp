@@ -96,7 +96,7 @@ std::vector<T> results(int dtype, int threads) {
     auto norm = filled<T>(E, 10), head = filled<T>(D, 11), qkv = filled<T>(total * E, 12);
     auto o = filled<T>(E * H * D, 13), up = filled<T>(2 * inner * E, 14), down = filled<T>(E * inner, 15);
     auto cos = filled<float>(R * D, 16), sin = filled<float>(R * D, 17);
-    std::vector<T> queries(L * B * W * H * D), turned(R * (H + K) * D), flat = filled<T>(R * total, 18);
+    std::vector<T> queries(L * B * W * H * D);
     LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(), 0,
                        {{qkv.data(), nullptr, H * D, E, 16},
                         {qkv.data() + H * D * E, nullptr, K * D, E, 16},
@@ -116,15 +116,13 @@ std::vector<T> results(int dtype, int threads) {
         ok(minitri_pass(dtype, 0, threads, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
-    RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
-    ok(minitri_rotate(dtype, 0, threads, &r));
-    keep(turned);
     const int64_t G = 4, known = 70;  // guesses of a drafter that knows 100 tokens, its target 90
     auto table = filled<T>(100 * E, 20), last = filled<T>(100 * E, 21);
     const int64_t slots = 24;
     auto old_keys = filled<T>(L * B * K * slots * D, 22), old_values = old_keys, old_raw = old_keys;
     auto turns = filled<float>(slots * D, 23);
-    std::vector<int64_t> ids, block{3, 99, 500, 7, 0, 0}, num_read{3, 1}, starts{slots - T_ - G + 1, 5};
+    std::vector<int64_t> ids, starts{slots - T_ - G + 1, 5};
+    const int64_t block[] = {3, 99, 500, 7, 0, 0,  0, 1, 2, 5, 6, 900,  0, 0, 0, 0, 0, 0,  2, 3, 4, 0, 1, 2};
     for (int64_t i = 0; i < known; ++i) ids.push_back(i * 37 % 100);
     ids.insert(ids.end(), ids.begin(), ids.begin() + known);
     std::sort(ids.begin() + known, ids.end());
@@ -132,19 +130,29 @@ std::vector<T> results(int dtype, int threads) {
     const std::vector<FilterArguments> filters{{nullptr, nullptr, 1, 90, 20, 0.7, 0.9, -9.0},
                                                {nullptr, nullptr, 1, 90, 0, 0.0, 1.0, -9.0}};
     for (bool is_partial : {true, false}) {
-        std::vector<int64_t> tokens(B * G);
-        std::vector<float> probs(B * G * 95);
+      for (int is_coupled : {0, 1, 2}) {  // 2: logits and a verdict about two guesses, no samples
+        const bool is_draft = is_coupled < 2;
+        const int64_t passes = is_draft ? G : 1, outputs = is_draft ? 1 : 3;
+        const std::vector<int64_t> guessed{7, 500, 0, 1}, counts{2, 1};
+        std::vector<int64_t> tokens(B * G), verdicts(3 * B);
+        std::vector<float> probs(B * passes * outputs * 95), logits(probs.size()), q(B * 2 * 95, 0.01f);
         PassArguments p{{nullptr, old_keys.data(), old_values.data(), nullptr, starts.data(), nullptr, B, T_, H, K, D,
                          K * slots * D, slots * D, D, 0},
                         layers.data(), x.data(), nullptr, nullptr, old_raw.data(), nullptr,
                         L, 0, E, B * K * slots * D, 0, 1e-6, 1.0};
-        RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
+        RoundArguments a{p, block, turns.data(), turns.data(),
                          norm.data(), {table.data(), nullptr, 100, E, 16}, {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
-                         tokens.data(), probs.data(), G, 95};
+                         is_draft ? tokens.data() : nullptr, is_draft ? nullptr : logits.data(), probs.data(),
+                         {probs.data(), q.data(), uniforms.data(), guessed.data(), counts.data(),
+                          is_draft ? nullptr : verdicts.data(), B, is_draft ? 0 : 2, 95},
+                         passes, outputs, slots, 90, 95, is_coupled == 1};
         ok(minitri_round(dtype, 0, threads, &a));
-        for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
-        for (int64_t token : tokens) { all.emplace_back(); narrow(float(token), &all.back()); }
+        for (const auto* some : {&probs, &logits})
+            for (float p : *some) { all.emplace_back(); narrow(p, &all.back()); }
+        for (const auto* some : {&tokens, &verdicts})
+            for (int64_t token : *some) { all.emplace_back(); narrow(float(token), &all.back()); }
+      }
     }
     const int64_t N = 3, V = 33001;
     const auto logits = filled<float>(N * V, 19);

@@ -12,11 +12,11 @@ from minitri.core.errors import InputError
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form
-from tests.devices.cpu import test_draft_round as rounds
 from tests.devices.cpu import test_filters as filters
 from tests.devices.cpu import test_kernels as claims
 from tests.devices.cpu import test_pass as passes
 from tests.devices.cpu import test_quantized as quantized
+from tests.devices.cpu import test_rounds as rounds
 from tests.devices.cpu import test_verify as verdicts
 from tests.devices.cpu.conftest import compiled
 
@@ -52,6 +52,12 @@ CLAIMS = {
     ),
     "a round": lambda kernels: rounds.check_rounds(
         rounds.models_of("lent", FLOAT), SamplingParams(1.0), gamma1=3
+    ),
+    "noise": lambda kernels: rounds.check_rounds(
+        rounds.models_of("lent", FLOAT), SamplingParams(1.0), gamma1=3, coupled=True
+    ),
+    "a tree": lambda kernels: rounds.test_a_round_computes_what_the_modules_do(
+        "lent tied", {"tree": "2x2"}
     ),
     "a verdict": lambda kernels: verdicts.test_verdicts_are_those_of_the_definition(
         kernels, verify_block, 50

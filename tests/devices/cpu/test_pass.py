@@ -15,8 +15,9 @@ from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SpeculationConfig
+from minitri.devices.choose import use_kernels
 from minitri.devices.cpu import pytorch
-from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
+from minitri.devices.cpu.kernel_layers import quantized_copy
 from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.devices.cpu.tiles import Tiles
 from tests.conftest import tiny_model
@@ -118,22 +119,6 @@ def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits
         for ends in ((7, 20), range(1, 21)):
             assert torch.equal(hidden([0, 1], *ends), whole)
             assert torch.equal(hidden([1], *ends), whole[1:])
-
-
-def test_a_block_or_cache_that_does_not_fit_is_refused():
-    model, tokens = on_kernels(CONFIG), torch.zeros(B, 2, dtype=torch.int64)
-    slots = filled_cache().keys
-    for keys, values in (
-        (slots[..., :38, :], slots[..., :38, :]),
-        (slots, slots[..., :64, :]),
-        (slots, slots.bfloat16()),
-        (slots[:1], slots[:1]),
-        (slots[:, :1], slots[:, :1]),
-    ):
-        cache = filled_cache()
-        cache.keys, cache.values = keys, values
-        with pytest.raises(ValueError, match="the CPU kernels cannot take"):
-            model.forward(Block(tokens, tokens), cache)
 
 
 def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):

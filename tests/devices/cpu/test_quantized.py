@@ -11,9 +11,9 @@ import torch
 from minitri import load
 from minitri.core.model.cache import gather_path
 from minitri.core.model.llama import Block
-from minitri.devices.choose import drafter_in_few_bits
+from minitri.devices.choose import drafter_in_few_bits, use_kernels
 from minitri.devices.cpu import quantized
-from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
+from minitri.devices.cpu.kernel_layers import KernelLinear
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import tiled_slots
