@@ -1,7 +1,8 @@
 """Modules of a Llama on compiled CPU kernels, and quantized weights for them.
 
-A short pass is one kernel call. A block of a prompt, or a long one, takes a call for each layer;
-with plain weights, or K and V in host memory, it goes through the modules of each layer instead.
+A short pass is one kernel call, and most are part of one of `rounds.py`. A block of a prompt, or a
+long one, takes a call for each layer; with plain weights, or K and V in host memory, it goes
+through the modules of each layer instead.
 Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
 H query heads, K KV heads, D head dim.
 """

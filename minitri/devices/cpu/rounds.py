@@ -1,6 +1,7 @@
 """Passes of a model, from tokens to logits, samples or a verdict, in one call of the CPU kernels.
 
-A call is a round: one pass, or N of them, of which each samples a token. Bits are those of `Llama`.
+A call is a round: one pass, or N of them, of which each samples a token, with the bits of single
+ones. The last norm is part of the LM head, so nothing is rounded to 16 bits between them.
 Legend: B rows, T tokens of a block, N guesses, E hidden size, V vocab; packed_4BT: `pack_block`.
 """
 
@@ -102,8 +103,8 @@ class KernelRounds:
         fields = {"N": 1, "P": 1, "V": min(width, model.config.vocab_size), "width": width} | fields
         _, B, T = packed_4BT.shape
         num_positions = max(cache.next_positions) + T + fields["N"]
-        if len(self._rotary.cos) < num_positions:
-            self._rotary = model.rope.at(torch.arange(2 * num_positions))
+        if len(self._rotary.cos) < num_positions:  # with those of the next 1,024 tokens
+            self._rotary = model.rope.at(torch.arange(num_positions + 1024))
         require(
             (packed_4BT.dtype, len(packed_4BT)) == (torch.int64, 4) and packed_4BT.is_contiguous(),
             len(runner.sampling) == B and fields["P"] <= T,
