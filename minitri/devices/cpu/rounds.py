@@ -111,13 +111,13 @@ class KernelRounds:
             max(cache.lengths) + T + fields["N"] - 1 <= cache.capacity,
             tensors=(packed_4BT,),
         )
-        layers, cos = model.layers, self._rotary.cos
-        assert isinstance(layers, KernelLayers)
+        layers: Any = model.layers
+        cos = self._rotary.cos
         x_BTE = torch.empty(B, T, model.config.hidden_size, dtype=model.dtype)
         arguments = RoundArguments.from_buffer_copy(self._weights)
         arguments.first = layers.arguments(x_BTE, cache, mask_TT, runner.passes.queries_LBTHD)
-        arguments.fill(block=packed_4BT, cos=cos, sin=self._rotary.signed_sin, positions=len(cos))
-        arguments.fill(**fields)
+        arguments.fill(cos=cos, sin=self._rotary.signed_sin, positions=len(cos), **fields)
+        arguments.block = packed_4BT
         if "probs" in fields:
             filters = [filters_of(params, V=fields["V"]) for params in runner.sampling]
             filters_B = (FilterArguments * B)(*filters)
@@ -129,6 +129,6 @@ def rounds_of(model: Llama) -> KernelRounds | None:
     """Rounds of a model on compiled kernels; None if its options, or the number type of the target
     that lends it embeddings, allow none."""
     lender = getattr(model.lent_embedding, "__self__", model)  # the target, by its bound `embed`
-    are_plain = lender.config.is_plain and model.config.is_plain
-    are_alike = lender.execution.is_row_invariant and lender.dtype == model.dtype
-    return KernelRounds(model, lender) if are_plain and are_alike else None
+    are_plain = lender.config.is_plain and model.config.is_plain and lender.dtype == model.dtype
+    are_compiled = type(lender.layers) is type(model.layers) is KernelLayers
+    return KernelRounds(model, lender) if are_plain and are_compiled else None

@@ -56,6 +56,7 @@ def check_rounds(models, sampling=FILTERED, *, prepare=in_parts, **options) -> N
     same = torch.equal if prepare is in_parts else partial(torch.allclose, atol=1e-4)
     settings = {"sampling": sampling, "method": "naive", "num_new": 999, **WINDOW, **options}
     rigs = [Rig(models[0], PROMPTS, draft=models[1], **settings) for _ in range(2)]
+    assert all(runner.passes.rounds for runner in rigs[0].runners.values())
     prepare(rigs[1])
     for rig in rigs:
         rig.runners["draft"].sampling[1] = replace(sampling, top_k=7)
