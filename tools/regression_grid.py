@@ -7,14 +7,14 @@ The grid is a list of runs ("cases") on one CPU thread: every method, policy, ki
 way to sample, streams with a cancelled request, prompts that begin with cached K and V,
 log-probabilities, trees; most with tiny random models, some with SmolLM2-135M.
 A record of a case holds token ids, texts, counts of accepted guesses, and a digest of the logits
-of every pass, but single ones of drafters, in order, which pins all levels bit for bit.
+of every pass but whole rounds of drafters, in order, which pins all levels bit for bit.
 
 Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
 the autotuner may follow the clock, so passes differ from run to run: only tokens and texts are
 recorded then, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
-differ. The tool needs minitri's public API, and `ModelRunner.next_probs`.
+differ. The tool needs minitri's public API, and `core/runner.py`.
 """
 
 import argparse
@@ -46,10 +46,10 @@ import minitri
 from minitri import Engine
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
+from minitri.core import runner
 from minitri.core.decoding.verification import Output
 from minitri.core.errors import explain
 from minitri.core.model.llama import Llama
-from minitri.core.runner import ModelRunner
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.files.checkpoint import placements
 from minitri.files.hf_config import read_config
@@ -291,18 +291,15 @@ def prompts_of(name: str) -> list[str] | list[list[int]]:
 
 @contextlib.contextmanager
 def logits_of_passes() -> Iterator[list[str]]:
-    """A list that takes shape and digest of the logits of all passes but single ones of drafts."""
+    """A list that takes shape and digest of the logits of every pass that returns any."""
     calls: list[str] = []
-    plain = ModelRunner.next_probs
 
-    def next_probs(runner: ModelRunner, *inputs: Any) -> Output:
-        output = plain(runner, *inputs)
-        logits = output.logits_BNV[..., : runner.model.config.vocab_size].contiguous()
-        digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
-        calls.append(f"{'x'.join(map(str, logits.shape))} {digest}")
-        return output
+    def noted(probs_BNV: Tensor, logits_BNV: Tensor, *others: Any) -> Output:
+        digest = hashlib.sha256(logits_BNV.contiguous().numpy().tobytes()).hexdigest()[:16]
+        calls.append(f"{'x'.join(map(str, logits_BNV.shape))} {digest}")
+        return Output(probs_BNV, logits_BNV, *others)
 
-    with mock.patch.object(ModelRunner, "next_probs", next_probs):
+    with mock.patch.object(runner, "Output", noted):
         yield calls
 
 
@@ -356,7 +353,7 @@ def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     with logits_of_passes() as calls:
         events = run(engine, prompts, seed, wishes)
     if not calls:
-        raise RuntimeError("no LM head was called through its module; nothing would be pinned")
+        raise RuntimeError("no pass made an Output of core/runner.py; nothing would be pinned")
     return record_of(settings, events, calls)
 
 

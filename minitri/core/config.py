@@ -106,7 +106,7 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused GPU kernels, and CPU ones for drafting, support all the model's options."""
+        """Whether fused GPU kernels, and whole passes in one CPU call, support all its options."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
         return self.has_kernels and not (is_scaled or self.unrotated_layers)
 

@@ -1,6 +1,6 @@
 """Rotary position embeddings: plain, linear, llama3, YaRN and LongRoPE.
 
-`Rope` turns positions into cosines and sines (`Rotary`) once per forward pass, without a table.
+`Rope` turns positions into cosines and sines (`Rotary`), once per forward pass or for a table.
 Angles and rotation are float32 whatever the model's dtype.
 Legend: B batch, T new tokens, H heads, D head dim.
 """

@@ -40,8 +40,8 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """Arguments of the C++ kernels for RMSNorm and linear layers: x (R, E), out (R, N). If given, a
-    norm comes before, scale and residual after; is_gated: SwiGLU, is_wide: out is float32."""
+    """Arguments of the C++ kernels for linear layers: x (R, E), out (R, N). If given, an RMSNorm
+    comes before, scale and residual after; is_gated: SwiGLU, is_wide: out is float32."""
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
